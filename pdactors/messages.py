@@ -1,0 +1,453 @@
+"""Every control message and its codec, one section per receiver. Messages say where KV is; they never carry KV.
+
+Addressing is the transport's business: a connection carries its sender's name and incarnation in its identity, so
+no message repeats them. What concerns a request names it by `(request, attempt)`; anything else is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from pdactors.errors import BadRequest
+
+PROTOCOL_VERSION = 1
+
+Role = Literal["router", "gateway", "migrator", "prefill", "decode", "worker", "supervisor"]
+State = Literal["starting", "ready", "draining", "stopping", "lost"]
+Path = Literal["lease", "cuda_ipc", "ucx", "store", "none"]
+FinishReason = Literal["stop", "length", "cancelled"]
+
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+class Message(Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A control message; the tag is the class name."""
+
+
+# ---- Parts ---------------------------------------------------------------------------------------------------
+
+
+class Sampling(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How tokens are chosen and when a sequence ends. Randomness is keyed by (seed, position)."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=2**20)] = 64
+    min_tokens: Annotated[int, Meta(ge=0, le=2**20)] = 0
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=2**20)] = 0  # 0: all
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 1
+    ignore_eos: bool = False
+    logprobs: Annotated[int, Meta(ge=0, le=20)] = 0  # alternatives to report beside the chosen token; 0: none
+
+
+class Lease(Struct, frozen=True):
+    """A lease record of the node's arena: its index in the table and the generation it was written with."""
+
+    index: int
+    generation: int
+
+
+class KVHandle(Struct, frozen=True):
+    """Where a sequence's KV is: arena blocks of one node, in token order, under a lease.
+
+    `num_tokens` tokens are stored; the last block is partly filled unless `num_tokens` divides evenly.
+    """
+
+    node: str
+    owner: str
+    layout: str  # fingerprint of the KVLayout that the blocks are written in
+    blocks: tuple[int, ...]
+    num_tokens: int
+    lease: Lease
+
+
+class Blocks(Struct, frozen=True, omit_defaults=True):
+    """One owner's account: free + cached + used + leased_out = total. `leased_in` belongs to other owners."""
+
+    total: int = 0
+    free: int = 0
+    cached: int = 0
+    used: int = 0
+    leased_out: int = 0
+    leased_in: int = 0
+
+
+class StepTimes(Struct, frozen=True, omit_defaults=True):
+    """Durations of recent steps, milliseconds."""
+
+    mean: float = 0.0
+    p50: float = 0.0
+    p99: float = 0.0
+
+
+class Load(Struct, frozen=True, omit_defaults=True):
+    """What an actor has to do; engines fill all of it, others what applies."""
+
+    running: int = 0
+    waiting: int = 0
+    pending_tokens: int = 0  # prompt tokens not computed yet
+    max_sequences: int = 0  # sequences it can hold at once
+    max_blocks: int = 0  # blocks that it could own if every other engine kept to its minimum
+    blocks: Blocks = Blocks()
+    step_ms: StepTimes = StepTimes()
+
+
+class LeaseInfo(Struct, frozen=True):
+    """One live lease as its lessor sees it."""
+
+    lessor: str
+    holder: str
+    request: str
+    attempt: int
+    num_blocks: int
+    expires_s: float
+
+
+class Report(Struct, frozen=True, omit_defaults=True):
+    """An actor's account of itself at one moment, for `status` and `leaks`."""
+
+    name: str
+    role: Role
+    node: str
+    rack: str
+    state: State
+    pid: int
+    incarnation: int
+    load: Load = Load()
+    requests: tuple[str, ...] = ()  # requests that it still holds anything for
+    leases: tuple[LeaseInfo, ...] = ()  # leases that it has given
+    faults: tuple[str, ...] = ()  # what its check() found wrong
+    dropped: int = 0  # late, duplicate, unknown messages
+
+
+class TopLogprob(Struct, frozen=True, array_like=True):
+    token_id: int
+    logprob: float
+
+
+class PrefillPart(Struct, frozen=True, omit_defaults=True):
+    """What the prefill did for a request; travels with its first token. Times are CLOCK_MONOTONIC seconds."""
+
+    cached_tokens: int
+    received_s: float
+    begin_s: float
+    end_s: float
+
+
+class DecodePart(Struct, frozen=True, omit_defaults=True):
+    """How decode got the KV; travels with the first token that it computed."""
+
+    path: Path
+    sent_s: float  # when the prefill sent Prefilled
+    adopted_s: float
+
+
+class Token(Struct, frozen=True, omit_defaults=True):
+    """One token of one request. `index` counts generated tokens from 0."""
+
+    request: str
+    attempt: int
+    index: int
+    token_id: int
+    finish: FinishReason | None = None
+    logprob: float | None = None
+    top: tuple[TopLogprob, ...] = ()
+    prefill: PrefillPart | None = None
+    decode: DecodePart | None = None
+
+
+class Member(Struct, frozen=True, omit_defaults=True):
+    """An actor of the cluster as the router knows it."""
+
+    name: str
+    role: Role
+    node: str
+    rack: str
+    pid: int
+    incarnation: int
+    state: State = "starting"
+    address: str = ""
+
+
+# ---- To whoever listens, from an actor that connects ------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """First message on every connection between actors."""
+
+    protocol: int
+    version: str
+    member: Member
+    layout: str
+    model: str
+    join_token: str
+
+
+class Welcome(Message, frozen=True):
+    """The listener accepts the connection; `member` is the listener itself."""
+
+    member: Member
+
+
+class Refusal(Message, frozen=True):
+    """The listener refuses the connection for good; `reason` names both values that differ."""
+
+    reason: str
+
+
+# ---- To the router ---------------------------------------------------------------------------------------------
+
+
+class Heartbeat(Message, frozen=True):
+    state: State
+    load: Load = Load()
+
+
+class Generate(Message, frozen=True):
+    """Gateway: a client's request, tokenised."""
+
+    request: str
+    prompt: tuple[TokenId, ...]
+    sampling: Sampling
+    priority: Literal["interactive", "batch"] = "interactive"
+    deadline_s: float | None = None  # CLOCK_MONOTONIC
+    save_final_kv: bool = True
+
+
+class Cancel(Message, frozen=True):
+    request: str
+
+
+class Prefilled(Message, frozen=True):
+    """Prefill: the prompt's KV is complete and leased, the first token is on its way to the gateway."""
+
+    request: str
+    attempt: int
+    first_token: int
+    handle: KVHandle
+    sent_s: float
+
+
+class Adopted(Message, frozen=True):
+    request: str
+    attempt: int
+
+
+class Finished(Message, frozen=True):
+    """An engine: the sequence ended; its last token went to the gateway."""
+
+    request: str
+    attempt: int
+    num_tokens: int
+
+
+class Failed(Message, frozen=True):
+    """An engine: the request cannot go on here."""
+
+    request: str
+    attempt: int
+    code: str
+    message: str
+
+
+class Exited(Message, frozen=True):
+    """Supervisor: that process is dead and reaped; nothing that it held can be written any more."""
+
+    name: str
+    incarnation: int
+
+
+class Inspect(Message, frozen=True):
+    """Ask for a report; the gateway asks the router, the router asks everyone."""
+
+    query: int
+
+
+class Inspected(Message, frozen=True):
+    query: int
+    report: Report
+
+
+# ---- To an engine, from the router -----------------------------------------------------------------------------
+
+
+class Prefill(Message, frozen=True):
+    request: str
+    attempt: int
+    prompt: tuple[TokenId, ...]
+    sampling: Sampling
+    priority: Literal["interactive", "batch"] = "interactive"
+    save_final_kv: bool = True
+
+
+class Decode(Message, frozen=True):
+    """Take the sequence over where its KV lies and go on after `first_token`."""
+
+    request: str
+    attempt: int
+    prompt: tuple[TokenId, ...]
+    first_token: TokenId
+    sampling: Sampling
+    handle: KVHandle
+    sent_s: float
+    priority: Literal["interactive", "batch"] = "interactive"
+    save_final_kv: bool = True
+
+
+class Release(Message, frozen=True):
+    """Let go of everything that this attempt holds; idempotent."""
+
+    request: str
+    attempt: int
+
+
+# ---- To the gateway --------------------------------------------------------------------------------------------
+
+
+class Tokens(Message, frozen=True):
+    """An engine: the tokens of one step, one per sequence."""
+
+    tokens: tuple[Token, ...]
+
+
+class Rejected(Message, frozen=True):
+    """Router: the request ends here with an error."""
+
+    request: str
+    code: str
+    message: str
+    retry_after_s: float | None = None
+
+
+class Fleet(Message, frozen=True):
+    """Router, to every actor: who is in the cluster and where they listen."""
+
+    mode: str
+    members: tuple[Member, ...]
+    num_requests: int = 0
+
+
+class Surveyed(Message, frozen=True):
+    """Router: the reports of everyone that answered an Inspect."""
+
+    query: int
+    reports: tuple[Report, ...]
+    in_flight: tuple[str, ...]
+    silent: tuple[str, ...] = ()
+
+
+# ---- Engine and migrator of one node ---------------------------------------------------------------------------
+
+
+class WantExtents(Message, frozen=True):
+    count: int
+
+
+class Extents(Message, frozen=True):
+    """Migrator: these extents are yours now."""
+
+    extents: tuple[int, ...]
+
+
+class RecallExtents(Message, frozen=True):
+    """Migrator: give back up to `count` extents that hold nothing live."""
+
+    count: int
+
+
+class ReturnExtents(Message, frozen=True):
+    extents: tuple[int, ...]
+
+
+Control = (
+    Hello | Welcome | Refusal
+    | Heartbeat | Generate | Cancel | Prefilled | Adopted | Finished | Failed | Exited | Inspect | Inspected
+    | Prefill | Decode | Release
+    | Tokens | Rejected | Fleet | Surveyed
+    | WantExtents | Extents | RecallExtents | ReturnExtents
+)  # fmt: skip
+
+# ---- Between a client and the gateway ----------------------------------------------------------------------------
+
+
+class ClientHello(Message, frozen=True):
+    protocol: int
+    token: str = ""
+
+
+class ClientRequest(Message, frozen=True):
+    """`body` holds the JSON request line of the line protocol, decoded: one schema for every client socket."""
+
+    id: str
+    body: msgspec.Raw
+
+
+class ClientCancel(Message, frozen=True):
+    id: str
+
+
+class ClientPing(Message, frozen=True):
+    pass
+
+
+class ClientBye(Message, frozen=True):
+    pass
+
+
+class ClientAsk(Message, frozen=True):
+    """Ask for `status` or `leaks`."""
+
+    id: str
+    what: Literal["status", "leaks"]
+
+
+ToGateway = ClientHello | ClientRequest | ClientCancel | ClientPing | ClientBye | ClientAsk
+
+
+class ClientWelcome(Message, frozen=True):
+    run_id: str
+
+
+class ClientEvents(Message, frozen=True):
+    """Events of the line protocol (token, done, error, answer), as JSON-like objects."""
+
+    events: tuple[msgspec.Raw, ...]
+
+
+class ClientPong(Message, frozen=True):
+    pass
+
+
+ToClient = ClientWelcome | ClientEvents | ClientPong
+
+# ---- Codec -------------------------------------------------------------------------------------------------------
+
+T = TypeVar("T", bound=Message)
+
+_encoder = msgspec.msgpack.Encoder()
+control_decoder: msgspec.msgpack.Decoder[Control] = msgspec.msgpack.Decoder(Control)
+to_gateway_decoder: msgspec.msgpack.Decoder[ToGateway] = msgspec.msgpack.Decoder(ToGateway)
+to_client_decoder: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
+
+
+def encode(message: Message) -> list[bytes]:
+    """Encode as frames; today always one."""
+    return [_encoder.encode(message)]
+
+
+def decode(decoder: msgspec.msgpack.Decoder[T], frames: Sequence[bytes | memoryview]) -> T:
+    """Decode frames from a peer.
+
+    Raises:
+        BadRequest: not exactly one frame, not msgpack, an unknown tag, a missing, unknown or ill-typed field.
+    """
+    if len(frames) != 1:
+        raise BadRequest(f"expected 1 frame, got {len(frames)}")
+    try:
+        return decoder.decode(frames[0])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"malformed message: {error}") from error
