@@ -7,7 +7,7 @@ no message repeats them. What concerns a request names it by `(request, attempt)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -21,27 +21,36 @@ State = Literal["starting", "ready", "draining", "stopping", "lost"]
 Path = Literal["lease", "cuda_ipc", "ucx", "store", "none"]
 FinishReason = Literal["stop", "length", "cancelled"]
 
+Priority = Literal["interactive", "batch"]
+
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+MaxTokens = Annotated[int, Meta(ge=1, le=2**20)]
+MinTokens = Annotated[int, Meta(ge=0, le=2**20)]
+Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
+TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
+TopK = Annotated[int, Meta(ge=0, le=2**20)]  # 0: all
+Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Logprobs = Annotated[int, Meta(ge=0, le=20)]  # alternatives to report beside the chosen token; 0: none
 
 
 class Message(Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True):
     """A control message; the tag is the class name."""
 
 
-# ---- Parts ---------------------------------------------------------------------------------------------------
+# ---- Parts --------
 
 
 class Sampling(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How tokens are chosen and when a sequence ends. Randomness is keyed by (seed, position)."""
 
-    max_tokens: Annotated[int, Meta(ge=1, le=2**20)] = 64
-    min_tokens: Annotated[int, Meta(ge=0, le=2**20)] = 0
-    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
-    top_k: Annotated[int, Meta(ge=0, le=2**20)] = 0  # 0: all
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 1
+    max_tokens: MaxTokens = 64
+    min_tokens: MinTokens = 0
+    temperature: Temperature = 0.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    seed: Seed = 1
     ignore_eos: bool = False
-    logprobs: Annotated[int, Meta(ge=0, le=20)] = 0  # alternatives to report beside the chosen token; 0: none
+    logprobs: Logprobs = 0
 
 
 class Lease(Struct, frozen=True):
@@ -173,7 +182,7 @@ class Member(Struct, frozen=True, omit_defaults=True):
     address: str = ""
 
 
-# ---- To whoever listens, from an actor that connects ------------------------------------------------------------
+# ---- To whoever listens, from an actor that connects --------
 
 
 class Hello(Message, frozen=True):
@@ -199,7 +208,11 @@ class Refusal(Message, frozen=True):
     reason: str
 
 
-# ---- To the router ---------------------------------------------------------------------------------------------
+class Stranger(Message, frozen=True):
+    """The listener does not know the sender (it may have restarted): say Hello again."""
+
+
+# ---- To the router --------
 
 
 class Heartbeat(Message, frozen=True):
@@ -213,7 +226,7 @@ class Generate(Message, frozen=True):
     request: str
     prompt: tuple[TokenId, ...]
     sampling: Sampling
-    priority: Literal["interactive", "batch"] = "interactive"
+    priority: Priority = "interactive"
     deadline_s: float | None = None  # CLOCK_MONOTONIC
     save_final_kv: bool = True
 
@@ -261,6 +274,14 @@ class Exited(Message, frozen=True):
     incarnation: int
 
 
+class Fence(Message, frozen=True):
+    """Router, to the supervisor: that actor is silent; kill and reap it, then say Exited."""
+
+    name: str
+    incarnation: int
+    reason: str
+
+
 class Inspect(Message, frozen=True):
     """Ask for a report; the gateway asks the router, the router asks everyone."""
 
@@ -272,7 +293,7 @@ class Inspected(Message, frozen=True):
     report: Report
 
 
-# ---- To an engine, from the router -----------------------------------------------------------------------------
+# ---- To an engine, from the router --------
 
 
 class Prefill(Message, frozen=True):
@@ -280,7 +301,7 @@ class Prefill(Message, frozen=True):
     attempt: int
     prompt: tuple[TokenId, ...]
     sampling: Sampling
-    priority: Literal["interactive", "batch"] = "interactive"
+    priority: Priority = "interactive"
     save_final_kv: bool = True
 
 
@@ -294,7 +315,7 @@ class Decode(Message, frozen=True):
     sampling: Sampling
     handle: KVHandle
     sent_s: float
-    priority: Literal["interactive", "batch"] = "interactive"
+    priority: Priority = "interactive"
     save_final_kv: bool = True
 
 
@@ -305,7 +326,7 @@ class Release(Message, frozen=True):
     attempt: int
 
 
-# ---- To the gateway --------------------------------------------------------------------------------------------
+# ---- To the gateway --------
 
 
 class Tokens(Message, frozen=True):
@@ -340,7 +361,7 @@ class Surveyed(Message, frozen=True):
     silent: tuple[str, ...] = ()
 
 
-# ---- Engine and migrator of one node ---------------------------------------------------------------------------
+# ---- Engine and migrator of one node --------
 
 
 class WantExtents(Message, frozen=True):
@@ -363,15 +384,117 @@ class ReturnExtents(Message, frozen=True):
     extents: tuple[int, ...]
 
 
-Control = (
-    Hello | Welcome | Refusal
-    | Heartbeat | Generate | Cancel | Prefilled | Adopted | Finished | Failed | Exited | Inspect | Inspected
+Control: TypeAlias = (
+    Hello | Welcome | Refusal | Stranger
+    | Heartbeat | Generate | Cancel | Prefilled | Adopted | Finished | Failed | Exited | Fence | Inspect | Inspected
     | Prefill | Decode | Release
     | Tokens | Rejected | Fleet | Surveyed
     | WantExtents | Extents | RecallExtents | ReturnExtents
 )  # fmt: skip
 
-# ---- Between a client and the gateway ----------------------------------------------------------------------------
+# ---- Between a client and the gateway (the line protocol's objects; JSON over TCP, msgpack over ZeroMQ) --------
+
+RequestId = Annotated[str, Meta(max_length=128)] | Annotated[int, Meta(ge=0, le=2**53)]
+StopString = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class RequestBody(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A request as a client writes it. Exactly one of `prompt`, `messages`, `prompt_token_ids` is given."""
+
+    id: RequestId | None = None
+    prompt: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    prompt_token_ids: tuple[TokenId, ...] | None = None
+    max_tokens: MaxTokens = 64
+    min_tokens: MinTokens = 0
+    temperature: Temperature = 0.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    seed: Seed = 1
+    stop: StopString | Annotated[tuple[StopString, ...], Meta(max_length=16)] = ()
+    ignore_eos: bool = False
+    logprobs: Logprobs = 0
+    priority: Priority = "interactive"
+    deadline_ms: Annotated[float, Meta(gt=0.0, le=86_400_000.0)] | None = None
+    save_final_kv: bool = True
+
+    def sampling(self, max_tokens: int) -> Sampling:
+        """Return the engine's part of the request, with `max_tokens` as the model's length allows it."""
+        return Sampling(
+            max_tokens=max_tokens,
+            min_tokens=min(self.min_tokens, max_tokens),
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+            ignore_eos=self.ignore_eos,
+            logprobs=self.logprobs,
+        )
+
+
+class Usage(Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Timing(Struct, frozen=True):
+    """Milliseconds. `migration_ms` runs from the prefill's hand-over message to the adoption by decode."""
+
+    queue_ms: float
+    prefill_ms: float
+    migration_ms: float
+    ttft_ms: float
+    tpot_ms: float
+    total_ms: float
+
+
+class LogprobEntry(Struct, frozen=True):
+    token_id: int
+    text: str
+    logprob: float
+
+
+class Logprob(Struct, frozen=True):
+    """The chosen token's log-probability before temperature, and the best alternatives."""
+
+    logprob: float
+    top: tuple[LogprobEntry, ...]
+
+
+class Event(Struct, frozen=True, tag_field="event"):
+    """What the gateway answers; the tag is the event's name."""
+
+    id: RequestId | None
+
+
+class TokenEvent(Event, frozen=True, tag="token"):
+    index: int
+    token_id: int
+    text: str
+    logprobs: Logprob | msgspec.UnsetType = msgspec.UNSET
+
+
+class DoneEvent(Event, frozen=True, tag="done"):
+    finish_reason: FinishReason
+    usage: Usage
+    timing: Timing
+    path: Path
+
+
+class ErrorEvent(Event, frozen=True, tag="error"):
+    code: str
+    message: str
+    retry_after_s: float | msgspec.UnsetType = msgspec.UNSET
+
+
+class AnswerEvent(Event, frozen=True, tag="answer"):
+    """The answer to a ClientAsk."""
+
+    answer: dict[str, Any]
+
+
+AnyEvent = TokenEvent | DoneEvent | ErrorEvent | AnswerEvent
 
 
 class ClientHello(Message, frozen=True):
@@ -380,14 +503,11 @@ class ClientHello(Message, frozen=True):
 
 
 class ClientRequest(Message, frozen=True):
-    """`body` holds the JSON request line of the line protocol, decoded: one schema for every client socket."""
-
-    id: str
-    body: msgspec.Raw
+    body: RequestBody
 
 
 class ClientCancel(Message, frozen=True):
-    id: str
+    id: RequestId
 
 
 class ClientPing(Message, frozen=True):
@@ -399,13 +519,11 @@ class ClientBye(Message, frozen=True):
 
 
 class ClientAsk(Message, frozen=True):
-    """Ask for `status` or `leaks`."""
-
-    id: str
+    id: RequestId
     what: Literal["status", "leaks"]
 
 
-ToGateway = ClientHello | ClientRequest | ClientCancel | ClientPing | ClientBye | ClientAsk
+ToGateway: TypeAlias = ClientHello | ClientRequest | ClientCancel | ClientPing | ClientBye | ClientAsk
 
 
 class ClientWelcome(Message, frozen=True):
@@ -413,22 +531,21 @@ class ClientWelcome(Message, frozen=True):
 
 
 class ClientEvents(Message, frozen=True):
-    """Events of the line protocol (token, done, error, answer), as JSON-like objects."""
-
-    events: tuple[msgspec.Raw, ...]
+    events: tuple[AnyEvent, ...]
 
 
 class ClientPong(Message, frozen=True):
     pass
 
 
-ToClient = ClientWelcome | ClientEvents | ClientPong
+ToClient: TypeAlias = ClientWelcome | ClientEvents | ClientPong
 
-# ---- Codec -------------------------------------------------------------------------------------------------------
+# ---- Codec --------
 
 T = TypeVar("T", bound=Message)
 
 _encoder = msgspec.msgpack.Encoder()
+_event_encoder = msgspec.json.Encoder()
 control_decoder: msgspec.msgpack.Decoder[Control] = msgspec.msgpack.Decoder(Control)
 to_gateway_decoder: msgspec.msgpack.Decoder[ToGateway] = msgspec.msgpack.Decoder(ToGateway)
 to_client_decoder: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
@@ -450,4 +567,16 @@ def decode(decoder: msgspec.msgpack.Decoder[T], frames: Sequence[bytes | memoryv
     try:
         return decoder.decode(frames[0])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"malformed message: {error}") from error
+        raise BadRequest(explain(error)) from error
+
+
+def encode_line(event: Event) -> bytes:
+    """Encode an event as one line of the TCP protocol."""
+    return _event_encoder.encode(event) + b"\n"
+
+
+def explain(error: Exception) -> str:
+    """Put a msgspec error with the field first: `max_tokens: expected `int` >= 1`."""
+    what, _, place = str(error).partition(" - at `$")
+    place = place.rstrip("`").lstrip(".").removeprefix("body.")
+    return f"{place}: {what[:1].lower()}{what[1:]}" if place else f"malformed message: {what}"

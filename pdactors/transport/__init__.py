@@ -1,0 +1,7 @@
+"""How bytes travel: addresses, the contracts that every transport keeps, and the transports."""
+
+from pdactors.transport.address import Address
+from pdactors.transport.contracts import Busy, Channel, Listener, Peer, PeerGone, Receive, Transport
+from pdactors.transport.registry import transport_for
+
+__all__ = ["Address", "Busy", "Channel", "Listener", "Peer", "PeerGone", "Receive", "Transport", "transport_for"]
