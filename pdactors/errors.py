@@ -1,17 +1,17 @@
 """Every error that a user of pdactors can meet. Imports nothing.
 
-    PDError                 code "internal" unless a child says otherwise
-    |-- BadRequest          bad_request       the request is malformed or out of range
-    |   `-- PromptTooLong   prompt_too_long   more tokens than the model or the memory can hold
-    |-- Overloaded          overloaded        try again after `retry_after_s`
-    |-- Unauthorized        unauthorized      missing or wrong token
-    |-- WorkerLost          worker_lost       the actor that held the request died
-    |-- RequestTimeout      timeout           the request's deadline passed
-    |-- ConfigError         config            the cluster file, environment or --set is wrong
-    |-- ModelError          model             the model cannot be found, read or run
-    |-- ConnectionLost      connection        the peer went away or could not be reached
-    |-- Refused             refused           the cluster refused an actor that wanted to join
-    `-- InvariantError      invariant         our own accounting is broken; the actor stops
+PDError                 code "internal" unless a child says otherwise
+|-- BadRequest          bad_request       the request is malformed or out of range
+|   `-- PromptTooLong   prompt_too_long   more tokens than the model or the memory can hold
+|-- Overloaded          overloaded        try again after `retry_after_s`
+|-- Unauthorized        unauthorized      missing or wrong token
+|-- WorkerLost          worker_lost       the actor that held the request died
+|-- RequestTimeout      timeout           the request's deadline passed
+|-- ConfigError         config            the cluster file, environment or --set is wrong
+|-- ModelError          model             the model cannot be found, read or run
+|-- ConnectionLost      connection        the peer went away or could not be reached
+|-- Refused             refused           the cluster refused an actor that wanted to join
+`-- InvariantError      invariant         our own accounting is broken; the actor stops
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ class InvariantError(PDError):
 
 def error_for(code: str, message: str, retry_after_s: float | None = None) -> PDError:
     """Rebuild the error that `code` names; an unknown code gives a plain `PDError`."""
-    kinds = {kind.code: kind for kind in _descendants(PDError)}
+    kinds: dict[str, type[PDError]] = {PDError.code: PDError}
+    for kind in _descendants(PDError):
+        kinds.setdefault(kind.code, kind)
     return kinds.get(code, PDError)(message, retry_after_s=retry_after_s)
 
 

@@ -274,6 +274,10 @@ class Exited(Message, frozen=True):
     incarnation: int
 
 
+class Drain(Message, frozen=True):
+    """Supervisor: take nothing new; the run is about to end."""
+
+
 class Fence(Message, frozen=True):
     """Router, to the supervisor: that actor is silent; kill and reap it, then say Exited."""
 
@@ -350,6 +354,7 @@ class Fleet(Message, frozen=True):
     mode: str
     members: tuple[Member, ...]
     num_requests: int = 0
+    is_draining: bool = False  # nothing new is taken
 
 
 class Surveyed(Message, frozen=True):
@@ -386,7 +391,8 @@ class ReturnExtents(Message, frozen=True):
 
 Control: TypeAlias = (
     Hello | Welcome | Refusal | Stranger
-    | Heartbeat | Generate | Cancel | Prefilled | Adopted | Finished | Failed | Exited | Fence | Inspect | Inspected
+    | Heartbeat | Generate | Cancel | Prefilled | Adopted | Finished | Failed
+    | Exited | Drain | Fence | Inspect | Inspected
     | Prefill | Decode | Release
     | Tokens | Rejected | Fleet | Surveyed
     | WantExtents | Extents | RecallExtents | ReturnExtents

@@ -1,0 +1,6 @@
+"""The client library: talk to a cluster, or start one."""
+
+from pdactors.client.client import AsyncClient, Client, Generation
+from pdactors.client.cluster import Cluster, launch
+
+__all__ = ["AsyncClient", "Client", "Cluster", "Generation", "launch"]

@@ -1,7 +1,6 @@
-"""How bytes travel: addresses, the contracts that every transport keeps, and the transports."""
+"""How bytes travel: the contracts that every transport keeps, and the transports."""
 
-from pdactors.transport.address import Address
 from pdactors.transport.contracts import Busy, Channel, Listener, Peer, PeerGone, Receive, Transport
 from pdactors.transport.registry import transport_for
 
-__all__ = ["Address", "Busy", "Channel", "Listener", "Peer", "PeerGone", "Receive", "Transport", "transport_for"]
+__all__ = ["Busy", "Channel", "Listener", "Peer", "PeerGone", "Receive", "Transport", "transport_for"]

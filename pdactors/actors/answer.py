@@ -1,0 +1,124 @@
+"""`Answer`: one client's request at the gateway, from token ids to the events that its client reads. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from pdactors.messages import (
+    AnyEvent,
+    DecodePart,
+    DoneEvent,
+    FinishReason,
+    Logprob,
+    LogprobEntry,
+    Path,
+    PrefillPart,
+    RequestBody,
+    RequestId,
+    Timing,
+    Token,
+    TokenEvent,
+    Usage,
+)
+from pdactors.text.detokenizer import Detokenizer
+from pdactors.text.stops import StopMatcher
+from pdactors.text.tokenizer import Tokenizer
+
+Sink = Callable[[AnyEvent], None]
+
+
+@dataclass
+class Answer:
+    """Puts the tokens of a request in order, drops what came twice, and turns them into text.
+
+    Prefill and decode send on different connections, so the second token may arrive before the first; and a request
+    that was computed again repeats tokens. An index is given out once.
+    """
+
+    request: str  # our id, the same in every actor
+    id: RequestId | None  # the client's
+    body: RequestBody
+    sink: Sink
+    arrived_s: float
+    num_prompt_tokens: int = 0
+    prefill: PrefillPart | None = None
+    decode: DecodePart | None = None
+    first_s: float = 0.0
+    last_s: float = 0.0
+    num_tokens: int = 0
+    finish: FinishReason | None = None
+    path: Path = "none"
+    _early: dict[int, Token] = field(default_factory=dict)
+    _text: Detokenizer | None = None
+    _stops: StopMatcher | None = None
+
+    def begin(self, tokenizer: Tokenizer, prompt: tuple[int, ...]) -> None:
+        """Get ready for tokens that follow `prompt`."""
+        self.num_prompt_tokens = len(prompt)
+        self._text = Detokenizer(tokenizer, prompt)
+        stop = self.body.stop
+        self._stops = StopMatcher((stop,) if isinstance(stop, str) else stop)
+
+    def take(self, token: Token, tokenizer: Tokenizer, now: float) -> bool:
+        """Take a token in and emit what can be said now; False if it was there already or comes after the end.
+
+        Sets `finish` once the answer has ended, by the engine's word or by a stop string.
+        """
+        if token.index < self.num_tokens or token.index in self._early or self.finish is not None:
+            return False
+        self._early[token.index] = token
+        while self.finish is None and self.num_tokens in self._early:
+            self._emit(self._early.pop(self.num_tokens), tokenizer, now)
+        return True
+
+    def done(self, finish: FinishReason, now: float) -> DoneEvent:
+        """Describe the end."""
+        cached = self.prefill.cached_tokens if self.prefill else 0
+        return DoneEvent(
+            self.id, finish, Usage(self.num_prompt_tokens, self.num_tokens, cached), self._timing(now), self.path
+        )
+
+    def _emit(self, token: Token, tokenizer: Tokenizer, now: float) -> None:
+        assert self._text is not None
+        assert self._stops is not None
+        self.prefill = self.prefill or token.prefill
+        if token.decode is not None:
+            self.decode, self.path = token.decode, token.decode.path
+        self.first_s = self.first_s or now
+        self.last_s = now
+        self.num_tokens += 1
+        text, is_stopped = self._stops.push(self._text.push(token.token_id))
+        if is_stopped:
+            self.finish = "stop"
+        elif token.finish is not None:
+            self.finish = token.finish
+            rest, is_stopped = self._stops.push(self._text.flush())
+            text += rest
+            if is_stopped:
+                self.finish = "stop"
+            else:
+                text += self._stops.flush()
+        event = TokenEvent(self.id, token.index, token.token_id, text)
+        if token.logprob is not None:
+            top = tuple(LogprobEntry(t.token_id, tokenizer.decode([t.token_id]), t.logprob) for t in token.top)
+            event = msgspec.structs.replace(event, logprobs=Logprob(token.logprob, top))
+        self.sink(event)
+
+    def _timing(self, now: float) -> Timing:
+        prefill, decode = self.prefill, self.decode
+        span_s = self.last_s - self.first_s
+        return Timing(
+            queue_ms=_ms(prefill.begin_s - self.arrived_s) if prefill else _ms(now - self.arrived_s),
+            prefill_ms=_ms(prefill.end_s - prefill.begin_s) if prefill else 0.0,
+            migration_ms=_ms(decode.adopted_s - decode.sent_s) if decode else 0.0,
+            ttft_ms=_ms(self.first_s - self.arrived_s) if self.num_tokens else 0.0,
+            tpot_ms=_ms(span_s / (self.num_tokens - 1)) if self.num_tokens > 1 else 0.0,
+            total_ms=_ms(now - self.arrived_s),
+        )
+
+
+def _ms(seconds: float) -> float:
+    return round(max(0.0, seconds) * 1000, 3)

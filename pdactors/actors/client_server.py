@@ -1,0 +1,166 @@
+"""`ClientServer`: the ZeroMQ socket of the client library. It takes client messages and nothing else."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from pdactors.errors import BadRequest, Overloaded, PDError, RequestTimeout, Unauthorized
+from pdactors.messages import (
+    PROTOCOL_VERSION,
+    AnswerEvent,
+    AnyEvent,
+    ClientAsk,
+    ClientBye,
+    ClientCancel,
+    ClientEvents,
+    ClientHello,
+    ClientPing,
+    ClientPong,
+    ClientRequest,
+    ClientWelcome,
+    ErrorEvent,
+    Message,
+    RequestId,
+    TokenEvent,
+    decode,
+    encode,
+    to_gateway_decoder,
+)
+from pdactors.transport import Busy, Listener, Peer, PeerGone, Transport
+
+if TYPE_CHECKING:
+    from pdactors.actors.gateway import Gateway
+
+MAX_MESSAGE_BYTES = 4 << 20
+MAX_REQUESTS = 1024  # in flight for one client
+SILENT_AFTER_S = 15.0  # clients ping every few seconds
+
+M = TypeVar("M", bound=Message)
+
+
+@dataclass
+class _Client:
+    heard_s: float
+    requests: dict[RequestId, str] = field(default_factory=dict)
+
+
+class ClientServer:
+    """Keeps the clients that said hello; one that leaves or falls silent has its requests cancelled."""
+
+    def __init__(self, gateway: Gateway, transport: Transport) -> None:
+        self._gateway = gateway
+        self._transport = transport
+        self._listener: Listener | None = None
+        self._clients: dict[Peer, _Client] = {}
+        self._handlers: dict[type[Message], Callable[[Peer, _Client, Message], None]] = {}
+        self._on(ClientRequest, self._request)
+        self._on(ClientCancel, self._cancel)
+        self._on(ClientAsk, self._ask)
+        self._on(ClientPing, lambda peer, _client, _message: self._send(peer, ClientPong()))
+        self._on(ClientBye, lambda peer, _client, _message: self._forget(peer))
+
+    def start(self, address: str, fd: int) -> None:
+        """Serve the listening socket `fd`, bound to `address`."""
+        self._listener = self._transport.listen(address, self._receive, fd=fd, max_bytes=MAX_MESSAGE_BYTES)
+        self._gateway.every(1.0, self._sweep)
+
+    def close(self) -> None:
+        """Close; what was sent is flushed."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def _on(self, kind: type[M], handler: Callable[[Peer, _Client, M], None]) -> None:
+        self._handlers[kind] = handler  # type: ignore[assignment]  # each is called with its own kind only
+
+    def _receive(self, peer: Peer, frames: list[bytes]) -> None:
+        try:
+            message = decode(to_gateway_decoder, frames)
+        except BadRequest as error:
+            self._gateway.drop("malformed client message")
+            self._fail(peer, None, error)
+            return
+        client = self._clients.get(peer)
+        if isinstance(message, ClientHello):
+            self._welcome(peer, message)
+        elif client is None:
+            self._fail(peer, getattr(message, "id", None), Unauthorized("say ClientHello first"))
+        else:
+            client.heard_s = self._gateway.clock()
+            self._handlers[type(message)](peer, client, message)
+
+    def _welcome(self, peer: Peer, hello: ClientHello) -> None:
+        if hello.protocol != PROTOCOL_VERSION:
+            return self._fail(
+                peer, None, BadRequest(f"protocol: yours is {hello.protocol}, ours is {PROTOCOL_VERSION}")
+            )
+        if not hmac.compare_digest(hello.token.encode(), self._gateway.token.encode()) and self._gateway.token:
+            return self._fail(peer, None, Unauthorized("missing or wrong token"))
+        self._clients.setdefault(peer, _Client(0.0)).heard_s = self._gateway.clock()
+        return self._send(peer, ClientWelcome(self._gateway.spec.run_id))
+
+    def _request(self, peer: Peer, client: _Client, message: ClientRequest) -> None:
+        id = message.body.id
+        if id is None:
+            return self._fail(peer, None, BadRequest("id: is needed"))
+        if id in client.requests:
+            return self._fail(peer, id, BadRequest(f"id: {id!r} is in flight already"))
+        if len(client.requests) >= MAX_REQUESTS:
+            return self._fail(peer, id, Overloaded(f"{MAX_REQUESTS} requests are in flight", retry_after_s=1.0))
+        client.requests[id] = ""
+
+        def sink(event: AnyEvent) -> None:
+            if not isinstance(event, TokenEvent):
+                client.requests.pop(id, None)
+            self._send(peer, ClientEvents((event,)))
+
+        request = self._gateway.submit(message.body, id, sink)
+        if id in client.requests:
+            client.requests[id] = request
+        return None
+
+    def _cancel(self, _peer: Peer, client: _Client, message: ClientCancel) -> None:
+        request = client.requests.get(message.id)
+        if request:
+            self._gateway.cancel(request)
+
+    def _ask(self, peer: Peer, _client: _Client, message: ClientAsk) -> None:
+        async def answer() -> None:
+            try:
+                event: AnyEvent = AnswerEvent(message.id, await self._gateway.ask(message.what))
+            except RequestTimeout as error:
+                return self._fail(peer, message.id, error)
+            return self._send(peer, ClientEvents((event,)))
+
+        self._gateway.spawn(answer())
+
+    def _sweep(self) -> None:
+        now = self._gateway.clock()
+        for peer in [peer for peer, client in self._clients.items() if now - client.heard_s > SILENT_AFTER_S]:
+            self._gateway.log.info("client fell silent", requests=len(self._clients[peer].requests))
+            self._forget(peer)
+
+    def _forget(self, peer: Peer) -> None:
+        client = self._clients.pop(peer, None)
+        for request in list(client.requests.values()) if client else ():
+            self._gateway.cancel(request)
+
+    def _fail(self, peer: Peer, id: RequestId | None, error: PDError) -> None:
+        retry = msgspec.UNSET if error.retry_after_s is None else error.retry_after_s
+        self._send(peer, ClientEvents((ErrorEvent(id, error.code, error.message, retry),)))
+
+    def _send(self, peer: Peer, message: Message) -> None:
+        if self._listener is None:
+            return
+        try:
+            self._listener.send(peer, encode(message))
+        except PeerGone:
+            self._forget(peer)
+        except Busy:
+            self._gateway.log.warning("client cut off: it does not read")
+            self._forget(peer)

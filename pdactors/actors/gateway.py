@@ -1,0 +1,248 @@
+"""The gateway: client sockets, and all text. It tokenises once, detokenises, and finds stop strings.
+
+Engines send it tokens, one message per step; the router hears of state changes only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pdactors.actors import accounts
+from pdactors.actors.actor import ROUTER, Actor
+from pdactors.actors.answer import Answer, Sink
+from pdactors.actors.client_server import ClientServer
+from pdactors.actors.line_server import LineServer
+from pdactors.actors.spec import ActorSpec
+from pdactors.errors import BadRequest, Overloaded, PDError, PromptTooLong, RequestTimeout, error_for
+from pdactors.messages import (
+    Cancel,
+    ErrorEvent,
+    FinishReason,
+    Generate,
+    Inspect,
+    Load,
+    Member,
+    Rejected,
+    Report,
+    RequestBody,
+    RequestId,
+    Surveyed,
+    Tokens,
+)
+from pdactors.text.tokenizer import Tokenizer
+from pdactors.transport import Transport
+
+LONG_TEXT = 20_000  # characters that are tokenised aside, so that the loop goes on
+ROUTER_GRACE_S = 5.0  # what the router gets beyond a request's own limit to say that it is over
+ASK_TIMEOUT_S = 3.0
+
+Survey = Callable[[Surveyed], dict[str, Any]]
+
+
+class Gateway(Actor):
+    role = "gateway"
+
+    def __init__(self, spec: ActorSpec, transport: Transport) -> None:
+        super().__init__(spec, transport)
+        self.answers: dict[str, Answer] = {}
+        self.token = spec.config.security.client_token()
+        self.tokenizer: Tokenizer | None = None
+        self._questions: dict[int, tuple[Survey, asyncio.Future[dict[str, Any]]]] = {}
+        self._num_questions = 0
+        self._lines = LineServer(self)
+        self._clients = ClientServer(self, transport)
+        self.accept(Tokens, self._on_tokens, "prefill", "decode", "worker")
+        self.accept(Rejected, self._on_rejected, "router")
+        self.accept(Surveyed, self._on_surveyed, "router")
+
+    # ---- Life --------
+
+    def open(self) -> None:
+        self.listen("tcp://127.0.0.1:0")
+        super().open()
+
+    async def start(self) -> None:
+        self.tokenizer = await asyncio.to_thread(Tokenizer, Path(self.spec.model.folder))
+        if self.spec.fds.tcp >= 0:
+            await self._lines.start(self.spec.fds.tcp)
+        if self.spec.fds.zmq >= 0:
+            self._clients.start(self.spec.config.listen.zmq, self.spec.fds.zmq)
+        self.every(1.0, self._sweep)
+
+    async def close(self) -> None:
+        for answer in list(self.answers.values()):
+            self._fail(answer, Overloaded("the cluster is shutting down", retry_after_s=5.0))
+        self._clients.close()
+        await self._lines.close()
+
+    def load(self) -> Load:
+        return Load(running=len(self.answers))
+
+    def report(self) -> Report:
+        return msgspec.structs.replace(super().report(), requests=tuple(self.answers))
+
+    # ---- Requests, for the client sockets --------
+
+    def submit(self, body: RequestBody, id: RequestId | None, sink: Sink) -> str:
+        """Take a request; its events, an `error` or a `done` at last, go to `sink`. Returns the key for `cancel`."""
+        answer = Answer(secrets.token_hex(8), id, body, sink, self.clock())
+        self.answers[answer.request] = answer
+        if self.fleet.is_draining:
+            self._fail(answer, Overloaded("the cluster is shutting down", retry_after_s=5.0))
+            return answer.request
+        if len(body.prompt or "") > LONG_TEXT or body.messages:
+            self.spawn(self._submit_aside(answer))
+        else:
+            self._forward(answer, lambda: self._tokenise(body))
+        return answer.request
+
+    def cancel(self, request: str) -> None:
+        """End a request; unknown or finished ones are fine."""
+        answer = self.answers.get(request)
+        if answer is not None:
+            self.tell(ROUTER, Cancel(request))
+            self._finish(answer, "cancelled")
+
+    async def ask(self, what: str) -> dict[str, Any]:
+        """Answer `status` or `leaks` from fresh reports of every actor.
+
+        Raises:
+            RequestTimeout: the router does not answer.
+        """
+        spec = self.spec
+        survey: Survey = accounts.leaks
+        if what == "status":
+            mode, model = spec.config.cluster.mode, spec.model.name
+            survey = lambda found: accounts.status(spec.run_id, mode, model, found)  # noqa: E731
+        self._num_questions += 1
+        question = self._num_questions
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._questions[question] = (survey, future)
+        self.tell(ROUTER, Inspect(question))
+        try:
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                return await future
+        except TimeoutError:
+            raise RequestTimeout(f"the router did not answer within {ASK_TIMEOUT_S:.0f} s") from None
+        finally:
+            del self._questions[question]
+
+    # ---- From text to tokens --------
+
+    async def _submit_aside(self, answer: Answer) -> None:
+        try:
+            prompt = await asyncio.to_thread(self._tokenise, answer.body)
+        except PDError as error:
+            self._fail(answer, error)
+            return
+        if answer.request in self.answers:  # it may have been cancelled meanwhile
+            self._forward(answer, lambda: prompt)
+
+    def _forward(self, answer: Answer, tokenise: Callable[[], tuple[int, ...]]) -> None:
+        """Send a request to the router, or end it with the reason."""
+        body = answer.body
+        try:
+            assert self.tokenizer is not None
+            prompt = tokenise()
+            room = self.spec.model.max_model_len - len(prompt)
+            if room < 1:
+                raise PromptTooLong(
+                    f"prompt: {len(prompt)} tokens leave none to generate within model.max_model_len "
+                    f"{self.spec.model.max_model_len}"
+                )
+            if body.min_tokens > body.max_tokens:
+                raise BadRequest(f"min_tokens: {body.min_tokens} is more than max_tokens {body.max_tokens}")
+            answer.begin(self.tokenizer, prompt)
+        except PDError as error:
+            self._fail(answer, error)
+            return
+        deadline_s = answer.arrived_s + body.deadline_ms / 1000 if body.deadline_ms is not None else None
+        sampling = body.sampling(min(body.max_tokens, room))
+        self.tell(ROUTER, Generate(answer.request, prompt, sampling, body.priority, deadline_s, body.save_final_kv))
+
+    def _tokenise(self, body: RequestBody) -> tuple[int, ...]:
+        """Return the prompt's token ids.
+
+        Raises:
+            BadRequest: not exactly one kind of prompt, an empty one, or ids outside the vocabulary.
+        """
+        assert self.tokenizer is not None
+        given = [name for name in ("prompt", "messages", "prompt_token_ids") if getattr(body, name) is not None]
+        if len(given) != 1:
+            found = f"got {', '.join(given)}" if given else "got none"
+            raise BadRequest(f"exactly one of prompt, messages and prompt_token_ids is needed, {found}")
+        if body.messages is not None:
+            ids = self.tokenizer.encode_chat(body.messages)
+        elif body.prompt is not None:
+            ids = self.tokenizer.encode(body.prompt) if body.prompt else []
+        else:
+            ids = list(body.prompt_token_ids or ())
+        if not ids:
+            raise BadRequest(f"{given[0]}: is empty; at least one token is needed")
+        if max(ids) >= self.spec.model.vocab_size:
+            raise BadRequest(
+                f"{given[0]}: token id {max(ids)} is outside the vocabulary of {self.spec.model.vocab_size}"
+            )
+        return tuple(ids)
+
+    # ---- From tokens to text --------
+
+    def _on_tokens(self, _sender: Member, message: Tokens) -> None:
+        assert self.tokenizer is not None
+        now = self.clock()
+        for token in message.tokens:
+            answer = self.answers.get(token.request)
+            if answer is None or not answer.take(token, self.tokenizer, now):
+                self.drop("late token", request=token.request, index=token.index)
+                continue
+            if answer.finish is not None:
+                if token.finish is None:  # a stop string: the engine does not know yet
+                    self.tell(ROUTER, Cancel(token.request))
+                self._finish(answer, answer.finish)
+
+    def _on_rejected(self, _sender: Member, message: Rejected) -> None:
+        answer = self.answers.get(message.request)
+        if answer is None:
+            return self.drop("late rejection", request=message.request)
+        return self._fail(answer, error_for(message.code, message.message, message.retry_after_s))
+
+    def _on_surveyed(self, _sender: Member, message: Surveyed) -> None:
+        survey, future = self._questions.get(message.query, (None, None))
+        if survey is None or future is None or future.done():
+            return self.drop("late survey")
+        return future.set_result(survey(message))
+
+    # ---- Endings --------
+
+    def _finish(self, answer: Answer, finish: FinishReason) -> None:
+        done = answer.done(finish, self.clock())
+        del self.answers[answer.request]
+        self.log.info(
+            "request done",
+            request=answer.request,
+            finish_reason=finish,
+            **msgspec.to_builtins(done.usage),
+            **msgspec.to_builtins(done.timing),
+            path=done.path,
+        )
+        answer.sink(done)
+
+    def _fail(self, answer: Answer, error: PDError) -> None:
+        if self.answers.pop(answer.request, None) is None:
+            return
+        self.log.info("request failed", request=answer.request, code=error.code, reason=error.message)
+        retry = msgspec.UNSET if error.retry_after_s is None else error.retry_after_s
+        answer.sink(ErrorEvent(answer.id, error.code, error.message, retry))
+
+    def _sweep(self) -> None:
+        """End what the router should have ended long ago."""
+        limit_s = self.spec.config.router.request_timeout_s + ROUTER_GRACE_S
+        for answer in [a for a in self.answers.values() if self.clock() - a.arrived_s > limit_s]:
+            self.tell(ROUTER, Cancel(answer.request))
+            self._fail(answer, RequestTimeout(f"no end after {limit_s:.0f} s"))

@@ -1,0 +1,217 @@
+"""The router: where actors join and requests are placed. What to do is decided in policy/dispatch.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from pdactors.actors.actor import Actor
+from pdactors.actors.spec import ActorSpec
+from pdactors.messages import (
+    Adopted,
+    Cancel,
+    Drain,
+    Exited,
+    Failed,
+    Fence,
+    Finished,
+    Fleet,
+    Generate,
+    Heartbeat,
+    Inspect,
+    Inspected,
+    Load,
+    Member,
+    Prefilled,
+    Report,
+    Role,
+    Surveyed,
+)
+from pdactors.policy.dispatch import Dispatcher, Limits, Order
+from pdactors.policy.liveness import Liveness
+from pdactors.transport import Transport
+
+SURVEY_TIMEOUT_S = 1.0
+ENGINES: tuple[Role, ...] = ("prefill", "decode", "worker")
+
+
+@dataclass
+class Survey:
+    """An Inspect under way: who has not answered yet."""
+
+    asker: str
+    query: int
+    asked_s: float
+    missing: set[str]
+    reports: list[Report] = field(default_factory=list)
+
+
+class Router(Actor):
+    role = "router"
+
+    def __init__(self, spec: ActorSpec, transport: Transport) -> None:
+        super().__init__(spec, transport)
+        config = spec.config
+        self.members: dict[str, Member] = {}
+        self.dispatcher = Dispatcher(
+            Limits(
+                block_tokens=config.kv.block_tokens,
+                max_model_len=spec.model.max_model_len,
+                max_queue=config.router.max_queue,
+                request_timeout_s=config.router.request_timeout_s,
+                policy=config.router.policy,
+                max_distance=config.router.max_distance,
+            )
+        )
+        self.liveness = Liveness(config.router.dead_after_ms / 1000)
+        self._is_draining = False
+        self._surveys: dict[int, Survey] = {}
+        self._num_surveys = 0
+        self.accept(Heartbeat, self._on_heartbeat, "gateway", "migrator", "supervisor", *ENGINES)
+        self.accept(Exited, self._on_exited, "supervisor")
+        self.accept(Drain, self._on_drain, "supervisor")
+        self.accept(Generate, self._on_generate, "gateway")
+        self.accept(Cancel, self._on_cancel, "gateway")
+        self.accept(Prefilled, self._on_prefilled, "prefill")
+        self.accept(Adopted, self._on_adopted, "decode")
+        self.accept(Finished, self._on_finished, *ENGINES)
+        self.accept(Failed, self._on_failed, *ENGINES)
+        self.accept(Inspect, self._on_survey, "gateway")
+        self.accept(Inspected, self._on_inspected, "gateway", "migrator", *ENGINES)
+
+    def open(self) -> None:
+        self.listen(self.spec.control, fd=self.spec.fds.control)
+        self.every(self.spec.config.router.heartbeat_ms / 1000, self._tick)
+
+    def beat(self) -> None:
+        """Tell everyone who is in the cluster: the router's own sign of life."""
+        me = msgspec.structs.replace(self.me(), state=self.state)
+        fleet = Fleet(
+            self.spec.config.cluster.mode,
+            (me, *self.members.values()),
+            len(self.dispatcher.requests),
+            self._is_draining,
+        )
+        for name in self.members:
+            self.tell(name, fleet)
+
+    def report(self) -> Report:
+        dropped = self.dropped.total() + self.dispatcher.dropped.total()
+        return msgspec.structs.replace(super().report(), requests=tuple(self.dispatcher.requests), dropped=dropped)
+
+    def load(self) -> Load:
+        requests = self.dispatcher.requests.values()
+        return Load(running=len(requests), waiting=sum(r.stage in ("queued", "waiting") for r in requests))
+
+    # ---- The fleet --------
+
+    def joined(self, member: Member) -> None:
+        former = self.members.get(member.name)
+        if former is not None and former.incarnation != member.incarnation:
+            self._perform(self.dispatcher.lost(member.name, self.clock()))
+        self.members[member.name] = member
+        self.log.info("actor joined", peer=member.name, pid=member.pid)
+        self.beat()
+
+    def _on_heartbeat(self, sender: Member, message: Heartbeat) -> None:
+        now = self.clock()
+        known = self.members.get(sender.name)
+        if known is None:
+            return self.drop("heartbeat of the lost", sender=sender.name)
+        if message.state != "starting":  # loading holds an actor up for longer than a death would
+            self.liveness.heard(sender.name, now)
+        if known.state != message.state:
+            self.members[sender.name] = msgspec.structs.replace(known, state=message.state)
+            self.beat()
+        if sender.role in ENGINES:
+            self._perform(self.dispatcher.joined(self.members[sender.name], message.load, now))
+        return None
+
+    def _tick(self) -> None:
+        now = self.clock()
+        for name in self.liveness.silent(now):
+            self._fence(name)
+        self._perform(self.dispatcher.tick(now))
+        self.dispatcher.check()
+        for survey in [s for s in self._surveys.values() if now - s.asked_s > SURVEY_TIMEOUT_S]:
+            self._finish(survey)
+
+    def _fence(self, name: str) -> None:
+        """Have a silent actor killed; it is lost when its supervisor says that it is dead."""
+        self.liveness.forget(name)
+        member = self.members.get(name)
+        if member is None or member.role == "supervisor":
+            return
+        reason = f"silent for {self.spec.config.router.dead_after_ms} ms"
+        self.log.error("actor is silent", peer=name, reason=reason)
+        for other in self.members.values():
+            if other.role == "supervisor" and other.node == member.node:
+                self.tell(other.name, Fence(name, member.incarnation, reason))
+
+    def _on_exited(self, _sender: Member, message: Exited) -> None:
+        member = self.members.get(message.name)
+        if member is None or member.incarnation != message.incarnation:
+            return self.drop("exit of the unknown", name=message.name)
+        del self.members[message.name]
+        self.liveness.forget(message.name)
+        self.dismiss(message.name)
+        self.log.warning("actor lost", peer=message.name)
+        self._perform(self.dispatcher.lost(message.name, self.clock()))
+        return self.beat()
+
+    def _on_drain(self, _sender: Member, _message: Drain) -> None:
+        self._is_draining = True
+        self.beat()
+
+    # ---- Requests --------
+
+    def _on_generate(self, sender: Member, message: Generate) -> None:
+        self._perform(self.dispatcher.generate(sender.name, message, self.clock()))
+
+    def _on_cancel(self, _sender: Member, message: Cancel) -> None:
+        self._perform(self.dispatcher.cancel(message, self.clock()))
+
+    def _on_prefilled(self, sender: Member, message: Prefilled) -> None:
+        self._perform(self.dispatcher.prefilled(sender.name, message, self.clock()))
+
+    def _on_adopted(self, sender: Member, message: Adopted) -> None:
+        self._perform(self.dispatcher.adopted(sender.name, message))
+
+    def _on_finished(self, sender: Member, message: Finished) -> None:
+        self._perform(self.dispatcher.finished(sender.name, message, self.clock()))
+
+    def _on_failed(self, sender: Member, message: Failed) -> None:
+        self.log.warning("request failed", request=message.request, peer=sender.name, reason=message.message)
+        self._perform(self.dispatcher.failed(sender.name, message, self.clock()))
+
+    def _perform(self, orders: list[Order]) -> None:
+        for to, message in orders:
+            self.tell(to, message)
+        if self._is_draining and not self.dispatcher.requests:
+            self.beat()
+
+    # ---- Surveys --------
+
+    def _on_survey(self, sender: Member, message: Inspect) -> None:
+        self._num_surveys += 1
+        asked = {name for name, member in self.members.items() if member.role != "supervisor"}
+        survey = Survey(sender.name, message.query, self.clock(), set(asked), [self.report()])
+        self._surveys[self._num_surveys] = survey
+        for name in asked:
+            self.tell(name, Inspect(self._num_surveys))
+
+    def _on_inspected(self, sender: Member, message: Inspected) -> None:
+        survey = self._surveys.get(message.query)
+        if survey is None or sender.name not in survey.missing:
+            return self.drop("late report", sender=sender.name)
+        survey.missing.discard(sender.name)
+        survey.reports.append(message.report)
+        return self._finish(survey) if not survey.missing else None
+
+    def _finish(self, survey: Survey) -> None:
+        self._surveys = {key: other for key, other in self._surveys.items() if other is not survey}
+        answer = Surveyed(
+            survey.query, tuple(survey.reports), tuple(self.dispatcher.requests), tuple(sorted(survey.missing))
+        )
+        self.tell(survey.asker, answer)

@@ -1,0 +1,66 @@
+"""What the supervisor tells an actor's process at birth: over its standard input, so no secret is on a command line."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from pdactors.config.cluster import ClusterConfig
+from pdactors.kv.layout import KVLayout
+from pdactors.messages import Member, Role
+
+
+class ModelSpec(Struct, frozen=True):
+    """The model as every actor must see it."""
+
+    name: str  # as the cluster file calls it
+    folder: str
+    fingerprint: str
+    eos_ids: tuple[int, ...]
+    vocab_size: int
+    max_model_len: int
+
+
+class Descriptors(Struct, frozen=True):
+    """Inherited file descriptors; -1 where there is none."""
+
+    arena: int = -1
+    control: int = -1  # listening sockets that the supervisor holds, so that a successor keeps the ports
+    tcp: int = -1
+    zmq: int = -1
+
+
+class ActorSpec(Struct, frozen=True):
+    """One actor of one node. `slot` is its place in the arena's books, stable over restarts; `incarnation` is not."""
+
+    run_id: str
+    name: str
+    role: Role
+    node: str
+    rack: str
+    slot: int
+    incarnation: int
+    supervisor_pid: int
+    config: ClusterConfig
+    model: ModelSpec
+    layout: KVLayout
+    control: str  # the router's address
+    join_token: str
+    fds: Descriptors = Descriptors()
+    engines_on_node: tuple[str, ...] = ()  # index = slot
+    threads: int = 1
+    ready_file: str = ""
+
+    def member(self, pid: int, address: str = "") -> Member:
+        """Return how this actor introduces itself."""
+        return Member(self.name, self.role, self.node, self.rack, pid, self.incarnation, "starting", address)
+
+
+def encode_spec(spec: ActorSpec) -> bytes:
+    """Encode for the child's standard input."""
+    return msgspec.msgpack.encode(spec)
+
+
+def decode_spec(data: bytes) -> ActorSpec:
+    """Decode what the supervisor wrote."""
+    return msgspec.msgpack.decode(data, type=ActorSpec)

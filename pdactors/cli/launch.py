@@ -1,0 +1,45 @@
+"""`pdactors launch`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from pdactors.cli.options import config_options
+from pdactors.config.load import load
+from pdactors.config.logging import configure
+
+
+@click.command(
+    "launch",
+    epilog="Examples:  pdactors launch cluster.toml   |   pdactors launch --set node.0.decode=2 --set listen.tcp=127.0.0.1:0",
+)
+@config_options
+@click.option("--node", metavar="NAME", help="Start this node of the file; else all whose host is this machine.")
+@click.option("--ready-file", type=click.Path(path_type=Path, dir_okay=False), help="Write the addresses here as JSON.")
+@click.option("--lifeline", type=int, hidden=True, help="End when this descriptor's other end is closed.")
+def command(
+    file: Path | None, sets: tuple[str, ...], node: str | None, ready_file: Path | None, lifeline: int | None
+) -> None:
+    """Start this machine's share of the cluster in FILE (defaults without one) and stay until it ends.
+
+    Prints one `ready` line with the addresses. Ctrl-C or SIGTERM drains and leaves nothing behind.
+    """
+    from pdactors.actors.discovery import Ready
+    from pdactors.actors.launch import launch
+    from pdactors.engine.store import progress_bar, resolve
+
+    configure()
+    config = load(file, sets=sets)
+    if node is not None:
+        config.node_named(node)
+    with progress_bar() as progress:
+        folder = resolve(config.model.path, fetch=True, progress=progress)
+
+    def on_ready(ready: Ready) -> None:
+        addresses = {"run_id": ready.run_id, "tcp": ready.tcp, "zmq": ready.zmq, "http": ready.http}
+        click.echo(f"ready {json.dumps(addresses)}")
+
+    launch(config, folder, ready_file=ready_file, on_ready=on_ready, lifeline=lifeline)

@@ -1,0 +1,68 @@
+"""`pdactors leaks`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import psutil
+
+from pdactors.actors.accounts import is_clean
+from pdactors.actors.discovery import running
+from pdactors.cli.options import cluster_options, zmq_address
+
+SECOND_LOOK_S = 1.0  # what is on its way to be let go is gone by then
+
+
+@click.command("leaks")
+@cluster_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(zmq: str | None, ready_file: Path | None, token: str, as_json: bool) -> None:
+    """Look for KV held for nobody in the running cluster, and for processes of dead runs; exit 1 if there is any.
+
+    Work in flight is not a leak. Without a running cluster only processes are looked for.
+    """
+    found: dict[str, Any] = {"leases": [], "blocks_unaccounted": 0, "stale_segments": []}
+    if zmq or ready_file or running():
+        found = _ask(zmq_address(zmq, ready_file), token)
+    found["stale_processes"] = _stale_processes()
+    if as_json:
+        click.echo(json.dumps(found))
+    elif is_clean(found):
+        click.echo("nothing is held for nobody")
+    else:
+        for what, items in found.items():
+            for item in items if isinstance(items, list) else [items] if items else []:
+                click.echo(f"{what}: {item}")
+    sys.exit(0 if is_clean(found) else 1)
+
+
+def _ask(address: str, token: str) -> dict[str, Any]:
+    from pdactors.client import Client
+
+    with Client(address, token=token) as client:
+        found = client.leaks()
+        if not is_clean(found):
+            time.sleep(SECOND_LOOK_S)
+            found = client.leaks()
+    return found
+
+
+def _stale_processes() -> list[dict[str, Any]]:
+    """Return our actors whose supervisor is gone."""
+    stale = []
+    for process in psutil.process_iter(["pid", "ppid", "cmdline"]):
+        arguments = process.info["cmdline"] or []
+        if "pdactors.actors" not in arguments[:4]:
+            continue
+        try:
+            parent = psutil.Process(process.info["ppid"]).cmdline()
+        except psutil.NoSuchProcess:
+            parent = []
+        if not any("pdactors" in argument for argument in parent):
+            stale.append({"pid": process.info["pid"], "command": " ".join(arguments[1:])})
+    return stale

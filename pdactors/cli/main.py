@@ -1,0 +1,62 @@
+"""`pdactors`: the command line. Each command lives in a module of its own and is imported when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+from pdactors.errors import PDError
+from pdactors.version import VERSION
+
+COMMANDS = {
+    "launch": ("pdactors.cli.launch", "Start a cluster and stay until it ends."),
+    "generate": ("pdactors.cli.generate", "Stream one answer."),
+    "status": ("pdactors.cli.status", "Show every actor of a running cluster."),
+    "verify": ("pdactors.cli.verify", "Compare greedy tokens with transformers, token by token."),
+    "leaks": ("pdactors.cli.leaks", "Look for leases, blocks and processes that are held for nobody."),
+    "bench": ("pdactors.cli.bench", "Measure, each figure beside its reference."),
+    "model": ("pdactors.cli.model", "Fetch and list models."),
+    "config": ("pdactors.cli.config", "Show the effective cluster file."),
+}
+
+
+class LazyGroup(click.Group):
+    """Imports a command's module when the command is used, so that help and completion are quick."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(COMMANDS[cmd_name][0]).command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Turn our errors into one line and exit status 1; click's own usage errors exit with 2."""
+        try:
+            return super().invoke(ctx)
+        except PDError as error:
+            click.echo(f"error: {error.message}", err=True)
+            ctx.exit(1)
+
+
+@click.command(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Start with `pdactors launch`, then ask: `pdactors generate 'What is the capital of France?'`",
+)
+@click.version_option(VERSION, prog_name="pdactors")
+def main() -> None:
+    """Serve language models with prefill and decode separated."""
+
+
+if __name__ == "__main__":
+    sys.exit(main(prog_name="pdactors"))

@@ -1,0 +1,55 @@
+"""Options that several commands share, and how they find the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from pdactors.actors.discovery import Ready, read_ready_file, the_only_one
+from pdactors.errors import ConnectionLost
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+
+
+def config_options(function: F) -> F:
+    """Add the cluster FILE and `--set`."""
+    function = click.option(
+        "--set",
+        "sets",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Override a key, e.g. kv.memory=1GiB. May be repeated.",
+    )(function)
+    return click.argument("file", type=FILE, required=False)(function)
+
+
+def cluster_options(function: F) -> F:
+    """Add the options that say which running cluster is meant."""
+    function = click.option(
+        "--token", envvar="PDACTORS_SECURITY_TOKEN", default="", show_envvar=True, help="Where the cluster wants one."
+    )(function)
+    function = click.option(
+        "--ready-file", type=FILE, help="The file that `launch --ready-file` wrote; says which cluster is meant."
+    )(function)
+    return click.option("--zmq", metavar="ADDRESS", help="The cluster's ZeroMQ address, e.g. tcp://127.0.0.1:7071.")(
+        function
+    )
+
+
+def zmq_address(zmq: str | None, ready_file: Path | None) -> str:
+    """Return the address of the cluster that is meant: the named one, or the only one that runs here.
+
+    Raises:
+        ConnectionLost: there is none, or several, or it has no ZeroMQ socket.
+    """
+    if zmq:
+        return zmq if "://" in zmq else f"tcp://{zmq}"
+    ready: Ready = read_ready_file(ready_file) if ready_file else the_only_one()
+    if not ready.zmq:
+        raise ConnectionLost(f"cluster {ready.run_id} has no ZeroMQ socket: listen.zmq is off")
+    return ready.zmq

@@ -1,0 +1,355 @@
+"""`AsyncClient` and `Client`: the client library, over the gateway's ZeroMQ socket.
+
+Leaving a stream early, or closing the client, cancels. Every failure is a `PDError`; its kinds are drawn in errors.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self, TypeVar, cast
+
+import msgspec
+
+from pdactors.errors import BadRequest, ConnectionLost, PDError, error_for
+from pdactors.messages import (
+    PROTOCOL_VERSION,
+    AnswerEvent,
+    AnyEvent,
+    ClientAsk,
+    ClientBye,
+    ClientCancel,
+    ClientEvents,
+    ClientHello,
+    ClientPing,
+    ClientRequest,
+    ClientWelcome,
+    DoneEvent,
+    ErrorEvent,
+    Message,
+    RequestBody,
+    RequestId,
+    Timing,
+    TokenEvent,
+    Usage,
+    decode,
+    encode,
+    explain,
+    to_client_decoder,
+)
+from pdactors.transport import Busy, Channel, Peer, PeerGone, Transport, transport_for
+
+PING_S = 2.0
+SILENT_AFTER_S = 10.0  # a gateway that answers no ping for so long is lost
+Messages = Sequence[Mapping[str, str]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A complete answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    usage: Usage
+    timing: Timing
+    path: str
+
+
+class AsyncClient:
+    """A client for asyncio programs; use it with `async with`, or call `connect` and `close`.
+
+    `address` is what the ready line and file call `zmq`; `token` is needed where the cluster file sets one.
+    """
+
+    def __init__(self, address: str, *, token: str = "", connect_timeout_s: float = 10.0) -> None:
+        self._address = address
+        self._token = token
+        self._connect_timeout_s = connect_timeout_s
+        self._transport: Transport | None = None
+        self._channel: Channel | None = None
+        self._welcomed: asyncio.Future[str] | None = None
+        self._pinging: asyncio.Task[None] | None = None
+        self._inboxes: dict[RequestId, asyncio.Queue[AnyEvent | PDError]] = {}
+        self._ids = itertools.count(1)
+        self._heard_s = 0.0
+
+    async def connect(self) -> Self:
+        """Connect and be welcomed.
+
+        Raises:
+            ConnectionLost: nobody answers there within `connect_timeout_s`.
+            Unauthorized: the token is missing or wrong.
+        """
+        loop = asyncio.get_running_loop()
+        self._transport = transport_for(self._address)
+        self._welcomed = loop.create_future()
+        self._channel = self._transport.connect(self._address, secrets.token_bytes(12), self._receive)
+        try:
+            self._send(ClientHello(PROTOCOL_VERSION, self._token))
+            async with asyncio.timeout(self._connect_timeout_s):
+                await self._welcomed
+        except TimeoutError:
+            await self.close()
+            raise ConnectionLost(f"nobody answers at {self._address}") from None
+        except PDError:
+            await self.close()
+            raise
+        self._heard_s = loop.time()
+        self._pinging = loop.create_task(self._ping())
+        return self
+
+    async def close(self) -> None:
+        """Cancel what is under way and disconnect; idempotent."""
+        if self._transport is None:
+            return
+        if self._pinging is not None:
+            self._pinging.cancel()
+        if self._channel is not None:
+            try:
+                self._channel.send(encode(ClientBye()))
+            except (PeerGone, Busy):
+                pass  # nothing to say goodbye to
+        self._break(ConnectionLost("the client was closed"))
+        transport, self._transport = self._transport, None
+        transport.close()
+
+    async def __aenter__(self) -> Self:
+        return await self.connect()
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def stream(
+        self, prompt: str | None = None, *, messages: Messages | None = None, **options: Any
+    ) -> AsyncGenerator[TokenEvent, None]:
+        """Yield each token as it is generated.
+
+        Give `prompt` (taken as it is), `messages` (through the chat template) or `prompt_token_ids`; the other options
+        are those of the line protocol: max_tokens, temperature, top_p, top_k, seed, stop, min_tokens, ...
+
+        Raises:
+            PDError: one of its children, by the code that the cluster gave.
+        """
+        async for event in self.events(prompt, messages=messages, **options):
+            if isinstance(event, TokenEvent):
+                yield event
+
+    async def events(
+        self, prompt: str | None = None, *, messages: Messages | None = None, **options: Any
+    ) -> AsyncGenerator[TokenEvent | DoneEvent, None]:
+        """Yield the tokens and, last, the end with usage and timing; takes and raises what `stream` does."""
+        body = _body(next(self._ids), prompt, messages, options)
+        assert body.id is not None
+        inbox: asyncio.Queue[AnyEvent | PDError] = asyncio.Queue()
+        self._inboxes[body.id] = inbox
+        is_over = False
+        try:
+            self._send(ClientRequest(body))
+            while not is_over:
+                event = _checked(await inbox.get())
+                is_over = isinstance(event, DoneEvent)
+                yield cast(TokenEvent | DoneEvent, event)
+        except PDError:
+            is_over = True
+            raise
+        finally:
+            self._inboxes.pop(body.id, None)
+            if not is_over and self._transport is not None:
+                self._send(ClientCancel(body.id))
+
+    async def generate(
+        self, prompt: str | None = None, *, messages: Messages | None = None, **options: Any
+    ) -> Generation:
+        """Return the complete answer; takes what `stream` takes and raises what it raises."""
+        tokens: list[TokenEvent] = []
+        async for event in self.events(prompt, messages=messages, **options):
+            if isinstance(event, TokenEvent):
+                tokens.append(event)
+            else:
+                text = "".join(token.text for token in tokens)
+                ids = tuple(token.token_id for token in tokens)
+                return Generation(text, ids, event.finish_reason, event.usage, event.timing, event.path)
+        raise ConnectionLost("the answer has no end")
+
+    async def status(self) -> dict[str, Any]:
+        """Return what `pdactors status --json` prints."""
+        return await self._ask("status")
+
+    async def leaks(self) -> dict[str, Any]:
+        """Return what is held in the cluster for nobody."""
+        return await self._ask("leaks")
+
+    # ---- Private --------
+
+    async def _ask(self, what: Literal["status", "leaks"]) -> dict[str, Any]:
+        id = next(self._ids)
+        inbox: asyncio.Queue[AnyEvent | PDError] = asyncio.Queue()
+        self._inboxes[id] = inbox
+        try:
+            self._send(ClientAsk(id, what))
+            event = _checked(await inbox.get())
+        finally:
+            self._inboxes.pop(id, None)
+        assert isinstance(event, AnswerEvent)
+        return event.answer
+
+    def _send(self, message: Message) -> None:
+        if self._channel is None or self._transport is None:
+            raise ConnectionLost("the client is not connected")
+        self._channel.send(encode(message))
+
+    def _receive(self, _peer: Peer, frames: list[bytes]) -> None:
+        self._heard_s = asyncio.get_running_loop().time()
+        try:
+            message = decode(to_client_decoder, frames)
+        except BadRequest as error:
+            self._break(ConnectionLost(f"the gateway sends what this client does not know: {error.message}"))
+            return
+        if isinstance(message, ClientWelcome):
+            if self._welcomed is not None and not self._welcomed.done():
+                self._welcomed.set_result(message.run_id)
+        elif isinstance(message, ClientEvents):
+            for event in message.events:
+                self._deliver(event)
+
+    def _deliver(self, event: AnyEvent) -> None:
+        if event.id is None and isinstance(event, ErrorEvent):
+            self._break(_error(event))
+        elif event.id in self._inboxes:
+            self._inboxes[event.id].put_nowait(event)
+
+    def _break(self, error: PDError) -> None:
+        """Let everybody who waits know that the connection is of no use."""
+        if self._welcomed is not None and not self._welcomed.done():
+            self._welcomed.set_exception(error)
+        for inbox in self._inboxes.values():
+            inbox.put_nowait(error)
+
+    async def _ping(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(PING_S)
+            if loop.time() - self._heard_s > SILENT_AFTER_S:
+                self._break(ConnectionLost(f"the gateway at {self._address} is silent"))
+            try:
+                self._send(ClientPing())
+            except (PeerGone, Busy):
+                pass  # its silence will tell
+
+
+class Client:
+    """The same for programs without asyncio; its loop runs in a thread of its own, so it may be shared by threads."""
+
+    def __init__(self, address: str, *, token: str = "", connect_timeout_s: float = 10.0) -> None:
+        """Connect; raises what `AsyncClient.connect` raises."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="pdactors-client", daemon=True)
+        self._thread.start()
+        self._client = AsyncClient(address, token=token, connect_timeout_s=connect_timeout_s)
+        self._is_closed = False
+        try:
+            self._wait(self._client.connect())
+        except BaseException:
+            self.close()
+            raise
+
+    def stream(
+        self, prompt: str | None = None, *, messages: Messages | None = None, **options: Any
+    ) -> Iterator[TokenEvent]:
+        """Yield each token as it is generated; see `AsyncClient.stream`."""
+        return self._iterate(self._client.stream(prompt, messages=messages, **options))
+
+    def events(
+        self, prompt: str | None = None, *, messages: Messages | None = None, **options: Any
+    ) -> Iterator[TokenEvent | DoneEvent]:
+        """Yield the tokens and, last, the end with usage and timing."""
+        return self._iterate(self._client.events(prompt, messages=messages, **options))
+
+    def generate(self, prompt: str | None = None, *, messages: Messages | None = None, **options: Any) -> Generation:
+        """Return the complete answer; see `AsyncClient.stream`."""
+        return self._wait(self._client.generate(prompt, messages=messages, **options))
+
+    def status(self) -> dict[str, Any]:
+        """Return what `pdactors status --json` prints."""
+        return self._wait(self._client.status())
+
+    def leaks(self) -> dict[str, Any]:
+        """Return what is held in the cluster for nobody."""
+        return self._wait(self._client.leaks())
+
+    def close(self) -> None:
+        """Cancel what is under way and disconnect; idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._wait(self._client.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _iterate(self, events: AsyncGenerator[T, None]) -> Iterator[T]:
+        try:
+            while True:
+                try:
+                    yield self._wait(anext(events))
+                except StopAsyncIteration:
+                    return
+        finally:
+            if not self._is_closed:
+                self._wait(events.aclose())
+
+    def _wait(self, awaitable: Awaitable[T]) -> T:
+        if self._thread is threading.current_thread():
+            raise RuntimeError("a Client cannot be used from its own callbacks")
+
+        async def wait() -> T:
+            return await awaitable
+
+        future = asyncio.run_coroutine_threadsafe(wait(), self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+def _body(id: int, prompt: str | None, messages: Messages | None, options: Mapping[str, Any]) -> RequestBody:
+    """Check a request as the gateway does.
+
+    Raises:
+        BadRequest: an unknown option, or one with a wrong type or value.
+    """
+    fields: dict[str, Any] = {"id": id, **options}
+    if prompt is not None:
+        fields["prompt"] = prompt
+    if messages is not None:
+        fields["messages"] = [dict(message) for message in messages]
+    try:
+        return msgspec.convert(fields, RequestBody)
+    except msgspec.ValidationError as error:
+        raise BadRequest(explain(error)) from error
+
+
+def _checked(event: AnyEvent | PDError) -> AnyEvent:
+    if isinstance(event, ErrorEvent):
+        raise _error(event)
+    if isinstance(event, PDError):
+        raise event
+    return event
+
+
+def _error(event: ErrorEvent) -> PDError:
+    retry = None if event.retry_after_s is msgspec.UNSET else event.retry_after_s
+    return error_for(event.code, event.message, retry)

@@ -1,0 +1,97 @@
+"""`launch`: start a cluster from a program, as a child process that ends with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+from pdactors.actors.discovery import Ready, read_ready_file
+from pdactors.errors import ConnectionLost
+
+STOP_TIMEOUT_S = 15.0
+
+
+class Cluster:
+    """A cluster that runs as a child of this process. Close it, or use it with `with`.
+
+    `tcp`, `zmq` and `http` are its addresses ("" for what is off), `ready` is the ready file's content.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], lifeline: int, ready: Ready) -> None:
+        self.ready = ready
+        self.tcp = ready.tcp
+        self.zmq = ready.zmq
+        self.http = ready.http
+        self.process = process
+        self._lifeline = lifeline
+
+    def close(self) -> None:
+        """Drain, end every process of the cluster and wait for it; idempotent."""
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+        try:
+            self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def launch(
+    file: str | Path | None = None, *, sets: Sequence[str] = (), timeout_s: float = 300.0, quiet: bool = True
+) -> Cluster:
+    """Start the cluster that `file` describes and return once it is ready.
+
+    `sets` override keys, as `--set` does: `["listen.tcp=127.0.0.1:0"]`. The cluster's log goes to this process's stderr
+    unless `quiet`. It ends with this process, however this process ends.
+
+    Raises:
+        ConnectionLost: it ended before it was ready, or was not ready within `timeout_s`; says what it printed last.
+    """
+    read_end, write_end = os.pipe()
+    with tempfile.TemporaryDirectory(prefix="pdactors-") as scratch, tempfile.TemporaryFile() as log:
+        ready_file = Path(scratch) / "ready.json"
+        command = [sys.executable, "-m", "pdactors.cli.main", "launch", "--ready-file", str(ready_file)]
+        command += ["--lifeline", str(read_end)]
+        command += [part for value in sets for part in ("--set", value)]
+        command += [str(file)] if file is not None else []
+        process = subprocess.Popen(  # noqa: S603 - this interpreter and our own arguments
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=log if quiet else None,
+            pass_fds=(read_end,),
+            start_new_session=True,  # Ctrl-C in the program is the program's; the lifeline ends the cluster
+        )
+        os.close(read_end)
+        try:
+            _await_file(ready_file, process, timeout_s)
+            return Cluster(process, write_end, read_ready_file(ready_file))
+        except BaseException:
+            os.close(write_end)
+            process.wait(STOP_TIMEOUT_S)
+            log.seek(0)
+            sys.stderr.write(log.read().decode(errors="replace"))
+            raise
+
+
+def _await_file(path: Path, process: subprocess.Popen[bytes], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        if process.poll() is not None:
+            raise ConnectionLost(f"the cluster ended with status {process.returncode} before it was ready")
+        if time.monotonic() > deadline:
+            raise ConnectionLost(f"the cluster was not ready within {timeout_s:.0f} s")
+        time.sleep(0.02)

@@ -1,0 +1,251 @@
+"""Attention over the node's KV arena, for any model that calls transformers' attention interface.
+
+Owns the translation of a step's spans into arena slots; which blocks a sequence has is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from pdactors.errors import InvariantError, ModelError
+
+ATTENTION_NAME = "pdactors_paged"
+
+# Arguments that change nothing here, whatever their value: they are other functions' business.
+_IGNORED = frozenset(
+    "cache cache_position cu_seq_lens_k cu_seq_lens_q deterministic logits_to_keep max_length_k max_length_q"
+    " output_attentions output_hidden_states output_router_logits past_key_values position_embeddings position_ids"
+    " return_dict use_cache".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows `start .. start + num_tokens` of a step: the last `num_tokens` tokens of a sequence.
+
+    After the step the sequence has `context_len` tokens, token t in slot `t % block_tokens` of block
+    `blocks[t // block_tokens]`. Only slots of the new tokens are written.
+    """
+
+    start: int
+    num_tokens: int
+    context_len: int
+    blocks: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One step: the flattened new tokens of all sequences, and the rows whose logits are wanted."""
+
+    input_ids: Sequence[int]
+    positions: Sequence[int]
+    spans: Sequence[Span]
+    logit_rows: Sequence[int]
+
+
+@dataclass(slots=True)
+class _SpanPlan:
+    """A span with its tables as tensors; masks are made once per step and window, not per layer."""
+
+    start: int
+    end: int
+    context_len: int
+    blocks: torch.Tensor
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+
+class PagedStep:
+    """What the attention function needs of one step; computed once and used by every layer.
+
+    `arena` is `[blocks, layers, 2, kv_heads, block_tokens, head_dim]`.
+    """
+
+    def __init__(self, arena: torch.Tensor, spans: Sequence[Span], num_rows: int) -> None:
+        """Check the spans' tables and turn them into slots.
+
+        Raises:
+            InvariantError: spans that do not tile the rows, a table too short or out of the arena, or one slot written
+                twice; nothing has been written then.
+        """
+        self.arena = arena
+        num_blocks, _, _, _, self.block_tokens, _ = arena.shape
+        self.spans: list[_SpanPlan] = []
+        slots: list[NDArray[np.int64]] = []
+        row = 0
+        for span in spans:
+            table = _checked_table(span, row, num_blocks, self.block_tokens)
+            row += span.num_tokens
+            tokens = np.arange(span.context_len - span.num_tokens, span.context_len)
+            slots.append(table[tokens // self.block_tokens] * self.block_tokens + tokens % self.block_tokens)
+            self.spans.append(_SpanPlan(span.start, row, span.context_len, torch.from_numpy(table)))
+        if row != num_rows:
+            raise InvariantError(f"spans cover {row} of the step's {num_rows} rows")
+        written = np.concatenate(slots) if slots else np.empty(0, np.int64)
+        if len(np.unique(written)) != len(written):
+            raise InvariantError("two rows of a step would be written to one slot")
+        self.slot_blocks = torch.from_numpy(written // self.block_tokens)
+        self.slot_offsets = torch.from_numpy(written % self.block_tokens)
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store the rows' K and V, `[kv_heads, rows, head_dim]`."""
+        for which, rows in ((0, key), (1, value)):
+            self.arena[:, layer, which][self.slot_blocks, :, self.slot_offsets] = rows.transpose(0, 1)
+
+    def gather(self, layer: int, span: _SpanPlan, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy K and V of tokens `first .. context_len` together, each `[kv_heads, tokens, head_dim]`.
+
+        `first` is a multiple of block_tokens.
+        """
+        view = self.arena[:, layer].permute(1, 2, 0, 3, 4)  # [2, kv_heads, blocks, block_tokens, head_dim]
+        both = view.index_select(2, span.blocks[first // self.block_tokens :]).flatten(2, 3)
+        return both[0, :, : span.context_len - first], both[1, :, : span.context_len - first]
+
+
+def register() -> None:
+    """Make `attn_implementation="pdactors_paged"` known to transformers; harmless when repeated.
+
+    The mask must be registered too: without it transformers would ask nobody, and with it the answer is None on
+    purpose, because `paged_attention` masks by itself.
+    """
+    AttentionInterface.register(ATTENTION_NAME, paged_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, no_mask)
+
+
+def no_mask(*_args: Any, **_kwargs: Any) -> None:
+    """Return no mask: `paged_attention` knows each span's past and window."""
+
+
+def paged_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged: PagedStep,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write the rows' K and V into the arena, then attend for each span over its own context.
+
+    `query` is `[1, heads, rows, head_dim]`, `key` and `value` `[1, kv_heads, rows, head_dim]`; returns
+    `[1, rows, heads, head_dim]`.
+
+    Raises:
+        ModelError: an argument that would change the attention and that this function does not know.
+    """
+    check_arguments(attention_mask, others)
+    layer: int = module.layer_idx
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    queries, keys, values = query[0], key[0], value[0]
+    paged.write(layer, keys, values)
+    output = query.new_empty(1, queries.shape[1], queries.shape[0], queries.shape[2])
+    for span in paged.spans:
+        window = sliding_window if sliding_window and sliding_window < span.context_len else None
+        if span.num_tokens == span.context_len:
+            first, k, v = 0, keys[:, span.start : span.end], values[:, span.start : span.end]
+        else:
+            past = span.context_len - span.num_tokens
+            first = 0 if window is None else max(0, past - window + 1) // paged.block_tokens * paged.block_tokens
+            k, v = paged.gather(layer, span, first)
+        result = _attend(queries[:, span.start : span.end], k, v, span, first, window, scale, softcap)
+        output[0, span.start : span.end] = result.transpose(0, 1)
+    return output, None
+
+
+def check_arguments(attention_mask: torch.Tensor | None, others: dict[str, Any]) -> None:
+    """Refuse what `paged_attention` would silently leave out.
+
+    Raises:
+        ModelError: names the argument.
+    """
+    if attention_mask is not None:
+        raise ModelError("the model passes an attention mask of its own")
+    for name, value in others.items():
+        harmless = value is None or name in _IGNORED
+        harmless = harmless or (name == "dropout" and value == 0) or (name == "is_causal" and value is True)
+        if not harmless:
+            raise ModelError(f"the model's attention takes {name!r}, which pdactors does not support")
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    span: _SpanPlan,
+    first: int,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attend `q` [heads, n, head_dim] over `k`, `v` [kv_heads, tokens from `first` on, head_dim]."""
+    if span.num_tokens == 1:
+        if window is not None:
+            k, v = k[:, -window:], v[:, -window:]
+        if softcap is None:  # the heads that share a KV head become the rows of one product
+            return _sdpa(q.reshape(k.shape[0], -1, q.shape[2]), k, v, None, scale).reshape(q.shape)
+        return _softcapped(q, k, v, None, scale, softcap)
+    if softcap is not None:
+        return _softcapped(q, k, v, _mask(span, first, window, q.dtype), scale, softcap)
+    if span.num_tokens == span.context_len and window is None:
+        return _sdpa(q, k, v, None, scale, is_causal=True)
+    return _sdpa(q, k, v, _mask(span, first, window, q.dtype), scale)
+
+
+def _sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, is_causal: bool = False
+) -> torch.Tensor:
+    gqa = q.shape[0] != k.shape[0]
+    return F.scaled_dot_product_attention(
+        q[None], k[None], v[None], attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=gqa
+    )[0]
+
+
+def _softcapped(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float
+) -> torch.Tensor:
+    """Attend with scores `softcap * tanh(score / softcap)`, the softmax in float32 (Gemma 2)."""
+    grouped = q.reshape(k.shape[0], -1, q.shape[2])  # [kv_heads, heads_per_kv_head * n, head_dim]
+    scores = softcap * torch.tanh((grouped @ k.transpose(1, 2)) * scale / softcap)
+    if mask is not None:
+        scores = (scores.view(k.shape[0], -1, *mask.shape) + mask).view_as(scores)
+    return (scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v).view_as(q)
+
+
+def _mask(span: _SpanPlan, first: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return the additive mask `[n, context_len - first]`: causal, and not further back than the window."""
+    if window not in span.masks:
+        rows = torch.arange(span.context_len - span.num_tokens, span.context_len)[:, None]
+        columns = torch.arange(first, span.context_len)
+        hidden = columns > rows
+        if window is not None:
+            hidden |= columns <= rows - window
+        span.masks[window] = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    return span.masks[window]
+
+
+def _checked_table(span: Span, row: int, num_blocks: int, block_tokens: int) -> NDArray[np.int64]:
+    """Return the blocks that hold the span's context."""
+    if span.start != row or span.num_tokens < 1 or span.context_len < span.num_tokens:
+        raise InvariantError(f"span of {span.num_tokens} tokens at row {span.start} does not follow row {row}")
+    needed = -(-span.context_len // block_tokens)
+    table = np.asarray(span.blocks[:needed], dtype=np.int64)
+    if len(table) < needed:
+        raise InvariantError(f"{len(table)} blocks cannot hold a context of {span.context_len} tokens")
+    if table.min() < 0 or table.max() >= num_blocks:
+        raise InvariantError(f"block ids {table.min()} to {table.max()} leave the arena of {num_blocks} blocks")
+    return table

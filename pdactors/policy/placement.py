@@ -1,0 +1,106 @@
+"""Which engine takes a request. Pure: fleet in, decision out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+PlacementPolicy = Literal["locality", "least_loaded", "round_robin"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an engine or its KV is."""
+
+    node: str
+    rack: str
+    device: str = "cpu"
+
+    def distance(self, other: Place) -> int:
+        """Return 0 for the same device, 1 the same node, 2 the same rack, 3 anything else."""
+        if self.node == other.node:
+            return 0 if self.device == other.device else 1
+        return 2 if self.rack == other.rack else 3
+
+
+@dataclass(frozen=True)
+class EngineView:
+    """What placement knows of one engine: its own count of what it assigned, not only the last heartbeat."""
+
+    name: str
+    place: Place
+    num_requests: int
+    max_requests: int
+    pending_tokens: int = 0  # prompt tokens assigned and not computed yet
+
+    @property
+    def has_capacity(self) -> bool:
+        return self.num_requests < self.max_requests
+
+
+@dataclass(frozen=True)
+class DecodeDecision:
+    """Where a prefilled sequence decodes, and whether its KV has to move there first."""
+
+    target: str
+    need_migration: bool
+    distance: int
+
+
+def choose_prefill(
+    engines: Sequence[EngineView],
+    prompt_tokens: int,
+    *,
+    cached: Mapping[str, int] | None = None,
+    decodes: Sequence[EngineView] = (),
+) -> str | None:
+    """Return the engine with the fewest tokens to compute before this prompt's first token; None if all are full.
+
+    `cached` says how many of the prompt's tokens each engine can read without computing them. Ties go to the
+    engine that is nearest to a decode engine with room, then to the one with fewer requests.
+    """
+    cached = cached or {}
+    open_decodes = [engine.place for engine in decodes if engine.has_capacity]
+
+    def cost(engine: EngineView) -> tuple[int, int, int, str]:
+        tokens = engine.pending_tokens + prompt_tokens - cached.get(engine.name, 0)
+        distance = min((engine.place.distance(place) for place in open_decodes), default=3)
+        return tokens, distance, engine.num_requests, engine.name
+
+    return min((engine for engine in engines if engine.has_capacity), key=cost, default=_NOBODY).name or None
+
+
+def schedule_decode(
+    source: Place,
+    engines: Sequence[EngineView],
+    *,
+    policy: PlacementPolicy = "locality",
+    max_distance: int = 2,
+    can_migrate: bool = True,
+    turn: int = 0,
+) -> DecodeDecision | None:
+    """Choose the engine that decodes a sequence whose KV is at `source`; None if nobody has room.
+
+    `locality`: the nearest engine with capacity up to `max_distance`, and where there is none the least loaded one.
+    `least_loaded`: the least loaded, wherever it is. `round_robin`: each in turn (`turn` counts the decisions).
+    KV is read in place on the same device; everything else needs a migration, and without `can_migrate` is out of
+    reach.
+    """
+    reachable = [e for e in engines if can_migrate or source.distance(e.place) == 0]
+    candidates = sorted((e for e in reachable if e.has_capacity), key=lambda e: e.name)
+    if not candidates:
+        return None
+    if policy == "round_robin":
+        chosen = candidates[turn % len(candidates)]
+    else:
+        near = [e for e in candidates if source.distance(e.place) <= max_distance]
+        if policy == "locality" and near:
+            chosen = min(near, key=lambda e: (source.distance(e.place), e.num_requests))
+        else:
+            chosen = min(candidates, key=lambda e: (e.num_requests, source.distance(e.place)))
+    distance = source.distance(chosen.place)
+    return DecodeDecision(chosen.name, need_migration=distance > 0, distance=distance)
+
+
+_NOBODY = EngineView("", Place("", ""), 0, 0)
