@@ -1,0 +1,36 @@
+# make serve       a local cluster with the default model, in the foreground (Ctrl-C ends it)
+# make test        the suite; make test-slow adds what takes minutes; make check is lint and types
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.installed
+
+.PHONY: install serve test test-slow check format clean
+
+install: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[gguf,test]'
+	@touch $@
+
+serve: $(READY)
+	@exec $(BIN)/pdactors launch $(FILE)
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow --timeout 1800
+
+check: $(READY)
+	$(BIN)/ruff format --check pdactors tests
+	$(BIN)/ruff check pdactors tests
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format pdactors tests
+	$(BIN)/ruff check --fix pdactors tests
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
