@@ -3,57 +3,47 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 from pdactors.actors.actor import Actor
 from pdactors.actors.discovery import remove_ready_file
+from pdactors.actors.process import die_with_parent
 from pdactors.actors.spec import ActorSpec, decode_spec
 from pdactors.config.logging import configure, get_logger
 from pdactors.errors import PDError
-from pdactors.messages import Role
 from pdactors.transport import Transport, transport_for
 
-PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
+if TYPE_CHECKING:
+    from pdactors.engine.model import PagedModel
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Read the spec, become the actor, leave with its status."""
     spec = decode_spec(sys.stdin.buffer.read())
     configure()
-    _die_with(spec)
-    status = asyncio.run(_live(spec))
-    if _is_orphan(spec):
+    # All are killed with their supervisor but for the gateway, which is told to stop, so that somebody is left to
+    # remove the ready file.
+    die_with_parent(spec.supervisor_pid, signal.SIGTERM if spec.role == "gateway" else signal.SIGKILL)
+    live(spec)
+
+
+def live(spec: ActorSpec, model: PagedModel | None = None) -> NoReturn:
+    """Be the actor that `spec` describes, then end the process; an engine brings its model along."""
+    status = asyncio.run(_live(spec, model))
+    if os.getppid() != spec.supervisor_pid and spec.ready_file:
         remove_ready_file(Path(spec.ready_file), spec.run_id)
     sys.stderr.flush()
     os._exit(status)  # a step may be running in the worker thread; nothing is left to tidy up
 
 
-def _die_with(spec: ActorSpec) -> None:
-    """Have the kernel end this process with its supervisor.
-
-    All are killed at once but for the gateway, which is told to stop, so that somebody removes the ready file.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides
-    how = signal.SIGTERM if spec.role == "gateway" else signal.SIGKILL
-    _libc.prctl(PR_SET_PDEATHSIG, how, 0, 0, 0)
-    if _is_orphan(spec):  # it died before we asked
-        os._exit(1)
-
-
-def _is_orphan(spec: ActorSpec) -> bool:
-    return os.getppid() != spec.supervisor_pid
-
-
-async def _live(spec: ActorSpec) -> int:
+async def _live(spec: ActorSpec, model: PagedModel | None) -> int:
     log = get_logger(actor=spec.name, node=spec.node)
     try:
-        actor = _class_of(spec.role)(spec, transport_for(spec.control))
+        actor = _make(spec, transport_for(spec.control), model)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, actor.stop)
         await actor.run()
     except PDError as error:
@@ -65,29 +55,30 @@ async def _live(spec: ActorSpec) -> int:
     return 0
 
 
-def _class_of(role: Role) -> Callable[[ActorSpec, Transport], Actor]:
+def _make(spec: ActorSpec, transport: Transport, model: PagedModel | None) -> Actor:
     """Import only what the role needs: engines bring torch, the gateway tokenizers."""
-    if role == "router":
+    if spec.role == "router":
         from pdactors.actors.router import Router
 
-        return Router
-    if role == "gateway":
+        return Router(spec, transport)
+    if spec.role == "gateway":
         from pdactors.actors.gateway import Gateway
 
-        return Gateway
-    if role == "migrator":
+        return Gateway(spec, transport)
+    if spec.role == "migrator":
         from pdactors.actors.migrator import Migrator
 
-        return Migrator
-    if role == "prefill":
+        return Migrator(spec, transport)
+    assert model is not None
+    if spec.role == "prefill":
         from pdactors.actors.prefill import PrefillActor
 
-        return PrefillActor
-    if role == "decode":
+        return PrefillActor(spec, transport, model)
+    if spec.role == "decode":
         from pdactors.actors.decode import DecodeActor
 
-        return DecodeActor
-    raise ValueError(f"no process plays the role {role}")
+        return DecodeActor(spec, transport, model)
+    raise ValueError(f"no process plays the role {spec.role}")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,8 @@ from typing import Any
 
 import msgspec
 
+from pdactors.actors.spec import ENGINES
 from pdactors.messages import Report, Surveyed
-
-ENGINES = ("prefill", "decode", "worker")
 
 
 def status(run_id: str, mode: str, model: str, survey: Surveyed) -> dict[str, Any]:

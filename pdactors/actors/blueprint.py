@@ -56,11 +56,11 @@ def check_memory(config: ClusterConfig, shape: ModelShape, available: int) -> No
     """
     engines = sum(sum(node.engines(config.cluster.mode).values()) for node in config.node)
     weights = shape.weight_bytes_as(config.model.dtype)
-    needed = engines * (weights + ENGINE_OVERHEAD_BYTES) + len(config.node) * config.kv.memory_bytes
+    needed = weights + engines * ENGINE_OVERHEAD_BYTES + len(config.node) * config.kv.memory_bytes
     if needed > available:
         raise ConfigError(
-            f"kv.memory = {config.kv.memory!r}: {format_size(needed)} are needed ({engines} engines with "
-            f"{format_size(weights)} of weights and {format_size(ENGINE_OVERHEAD_BYTES)} of working memory each, "
+            f"kv.memory = {config.kv.memory!r}: {format_size(needed)} are needed ({format_size(weights)} "
+            f"of weights, {engines} engines with {format_size(ENGINE_OVERHEAD_BYTES)} of working memory each, "
             f"{len(config.node)} arenas of {format_size(config.kv.memory_bytes)}); "
             f"{format_size(available)} are available"
         )

@@ -7,6 +7,7 @@ import msgspec
 from pdactors.actors.actor import ROUTER
 from pdactors.actors.engine import EngineActor
 from pdactors.actors.spec import ActorSpec
+from pdactors.engine.model import PagedModel
 from pdactors.engine.runner import Engine, Outcome
 from pdactors.engine.sequence import Sequence
 from pdactors.errors import Refused, WorkerLost
@@ -18,8 +19,8 @@ from pdactors.transport import Transport
 class DecodeActor(EngineActor):
     role = "decode"
 
-    def __init__(self, spec: ActorSpec, transport: Transport) -> None:
-        super().__init__(spec, transport)
+    def __init__(self, spec: ActorSpec, transport: Transport, model: PagedModel) -> None:
+        super().__init__(spec, transport, model)
         self._lease_s = spec.config.kv.lease_s
         self.accept(Decode, self._on_decode, "router")
 

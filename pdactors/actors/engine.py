@@ -11,13 +11,12 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import msgspec
 
 from pdactors.actors.actor import GATEWAY, ROUTER, Actor
 from pdactors.actors.spec import ActorSpec
-from pdactors.engine.model import load_model
+from pdactors.engine.model import PagedModel
 from pdactors.engine.runner import Engine, EngineLimits, Outcome, Step
 from pdactors.engine.sequence import Sequence
 from pdactors.errors import InvariantError, PDError
@@ -51,8 +50,9 @@ class EngineActor(Actor):
 
     prompt_only = False
 
-    def __init__(self, spec: ActorSpec, transport: Transport) -> None:
+    def __init__(self, spec: ActorSpec, transport: Transport, model: PagedModel) -> None:
         super().__init__(spec, transport)
+        self.model = model
         self.arena = Arena.attach(spec.fds.arena, spec.layout)
         self.pool = BlockPool()
         self.lessor = Lessor(self.arena.leases(), spec.slot, spec.incarnation)
@@ -101,14 +101,7 @@ class EngineActor(Actor):
     async def start(self) -> None:
         spec, config = self.spec, self.spec.config
         self._take_over()
-        began = self.clock()
-        self.log.info("loading model", folder=spec.model.folder, dtype=config.model.dtype)
-        loop = asyncio.get_running_loop()
-        folder = Path(spec.model.folder)
-        model = await loop.run_in_executor(
-            self._thread, lambda: load_model(folder, config.model.dtype, threads=spec.threads)
-        )
-        model.bind(self.arena.payload(), spec.layout)
+        self.model.bind(self.arena.payload(), spec.layout)
         limits = EngineLimits(
             max_sequences=config.engine.max_batch,
             token_budget=config.engine.chunk_tokens,
@@ -116,13 +109,13 @@ class EngineActor(Actor):
             prefix_key=cache_key(spec.model.fingerprint, spec.layout.fingerprint),
             prompt_only=self.prompt_only,
         )
-        self.engine = Engine(model, self.arena, self.pool, limits)
+        self.engine = Engine(self.model, self.arena, self.pool, limits)
         while not self.pool.extents:
             self._want(self._min_extents)
             await self._grown()
         self.every(SWEEP_S, self.sweep)
         self.spawn(self._serve(self.engine))
-        self.log.info("engine ready", seconds=round(self.clock() - began, 1), threads=spec.threads)
+        self.log.info("engine ready", threads=spec.threads)
 
     def _take_over(self) -> None:
         """Continue the books of a lost predecessor in this slot."""

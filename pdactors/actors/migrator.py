@@ -10,13 +10,11 @@ from collections import Counter
 import msgspec
 
 from pdactors.actors.actor import Actor
-from pdactors.actors.spec import ActorSpec
+from pdactors.actors.spec import ENGINES, ActorSpec
 from pdactors.kv.arena import Arena
-from pdactors.messages import Blocks, Extents, Load, Member, RecallExtents, Report, ReturnExtents, Role, WantExtents
+from pdactors.messages import Blocks, Extents, Load, Member, RecallExtents, Report, ReturnExtents, WantExtents
 from pdactors.policy import extents
 from pdactors.transport import Transport
-
-ENGINES: tuple[Role, ...] = ("prefill", "decode", "worker")
 
 
 class Migrator(Actor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pdactors.actors.actor import ROUTER
 from pdactors.actors.engine import EngineActor
 from pdactors.actors.spec import ActorSpec
+from pdactors.engine.model import PagedModel
 from pdactors.engine.runner import Outcome
 from pdactors.engine.sequence import Sequence
 from pdactors.errors import PDError
@@ -16,8 +17,8 @@ class PrefillActor(EngineActor):
     role = "prefill"
     prompt_only = True
 
-    def __init__(self, spec: ActorSpec, transport: Transport) -> None:
-        super().__init__(spec, transport)
+    def __init__(self, spec: ActorSpec, transport: Transport, model: PagedModel) -> None:
+        super().__init__(spec, transport, model)
         self._lent: dict[tuple[str, int], Lease] = {}
         self.accept(Prefill, self._on_prefill, "router")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pdactors.actors.actor import Actor
-from pdactors.actors.spec import ActorSpec
+from pdactors.actors.spec import ENGINES, ActorSpec
 from pdactors.messages import (
     Adopted,
     Cancel,
@@ -25,7 +25,6 @@ from pdactors.messages import (
     Member,
     Prefilled,
     Report,
-    Role,
     Surveyed,
 )
 from pdactors.policy.dispatch import Dispatcher, Limits, Order
@@ -33,7 +32,6 @@ from pdactors.policy.liveness import Liveness
 from pdactors.transport import Transport
 
 SURVEY_TIMEOUT_S = 1.0
-ENGINES: tuple[Role, ...] = ("prefill", "decode", "worker")
 
 
 @dataclass

@@ -9,6 +9,8 @@ from pdactors.config.cluster import ClusterConfig
 from pdactors.kv.layout import KVLayout
 from pdactors.messages import Member, Role
 
+ENGINES: tuple[Role, ...] = ("prefill", "decode", "worker")
+
 
 class ModelSpec(Struct, frozen=True):
     """The model as every actor must see it."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -16,7 +15,8 @@ import msgspec
 
 from pdactors.actors.actor import ROUTER, Actor
 from pdactors.actors.discovery import Ready, ReadyActor, announce
-from pdactors.actors.spec import ActorSpec, encode_spec
+from pdactors.actors.process import Nursery, Process, become_subreaper, spawn_actor
+from pdactors.actors.spec import ENGINES, ActorSpec
 from pdactors.errors import PDError
 from pdactors.messages import Drain, Exited, Fence, Fleet, Member
 from pdactors.transport import Transport
@@ -29,46 +29,31 @@ LAST_WORDS_S = 0.3  # between SIGTERM and SIGKILL
 class Child:
     """One actor's process, over all its incarnations."""
 
-    def __init__(self, spec: ActorSpec) -> None:
+    def __init__(self, spec: ActorSpec, nursery: Nursery) -> None:
         self.spec = spec
-        self.process: asyncio.subprocess.Process | None = None
+        self.process: Process | None = None
         self.started_s = 0.0
         self.backoff_s = FIRST_BACKOFF_S
+        self._nursery = nursery
 
     async def start(self) -> None:
-        """Start the next incarnation; its spec travels over its standard input."""
+        """Start the next incarnation."""
         self.spec = msgspec.structs.replace(self.spec, incarnation=time.time_ns() // 1000)
         self.started_s = time.monotonic()
-        fds = [fd for fd in msgspec.structs.astuple(self.spec.fds) if fd >= 0]
-        self.process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "pdactors.actors",
-            self.spec.name,
-            self.spec.run_id,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=sys.stderr.fileno(),
-            pass_fds=fds,
-            env=self._environment(),
-        )
-        assert self.process.stdin is not None
-        self.process.stdin.write(encode_spec(self.spec))
-        self.process.stdin.close()
-
-    def _environment(self) -> dict[str, str]:
-        threads = str(self.spec.threads)
-        quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
-        return {**os.environ, **quiet, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        if self.spec.role in ENGINES:
+            self.process = await self._nursery.fork(self.spec)
+        else:
+            self.process = spawn_actor(self.spec)
 
     def send(self, number: signal.Signals) -> None:
         """Signal the process, if it still lives."""
-        if self.process is not None and self.process.returncode is None:
-            self.process.send_signal(number)
+        if self.process is not None:
+            self.process.send(number)
 
     async def ended(self) -> int:
         """Wait until the process is dead and reaped."""
         assert self.process is not None
-        return await self.process.wait()
+        return await self.process.ended()
 
 
 class Supervisor(Actor):
@@ -84,7 +69,9 @@ class Supervisor(Actor):
         addresses: dict[str, str],
     ) -> None:
         super().__init__(spec, transport)
-        self._children = {child.name: Child(child) for child in children}
+        fds = {fd for child in children for fd in msgspec.structs.astuple(child.fds) if fd >= 0}
+        self._nursery = Nursery(spec.run_id, spec.model.folder, spec.config.model.dtype, sorted(fds))
+        self._children = {child.name: Child(child, self._nursery) for child in children}
         self._tell_ready = ready
         self._addresses = addresses
         self._changed = asyncio.Event()
@@ -93,6 +80,7 @@ class Supervisor(Actor):
         self.accept(Fence, self._on_fence, "router")
 
     async def start(self) -> None:
+        become_subreaper()
         for child in self._children.values():
             await child.start()
             self.spawn(self._watch(child))
@@ -113,6 +101,9 @@ class Supervisor(Actor):
         others = [child for child in self._children.values() if child not in gateways]
         for children in (gateways, others):
             await self._end(children)
+        self._nursery.close()
+        if self._nursery.process is not None:
+            await self._nursery.process.ended()
 
     async def _end(self, children: Sequence[Child]) -> None:
         started = [child for child in children if child.process is not None]

@@ -44,6 +44,10 @@ class PagedModel:
         # A model without logits_to_keep computes the logits of every row.
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
+    def use_threads(self, count: int) -> None:
+        """Compute with `count` threads in this process from now on."""
+        torch.set_num_threads(count)
+
     def layout_for(self, block_tokens: int) -> KVLayout:
         """Return the layout that this model's KV has in blocks of `block_tokens` tokens."""
         shape = self.shape

@@ -1,0 +1,162 @@
+"""Child processes as the supervisor sees them: `Process`, and `Nursery`, which forks engines from one loaded model."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct
+
+from pdactors.actors.spec import ActorSpec, encode_spec
+from pdactors.errors import PDError
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+MAX_REPLY_BYTES = 64
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class NurserySpec(Struct, frozen=True):
+    """What a nursery needs: the model to load, and the socket on which the supervisor asks for engines."""
+
+    run_id: str
+    folder: str
+    dtype: str
+    socket: int
+    supervisor_pid: int
+
+
+class Process:
+    """A child of this process, started here or adopted as the subreaper; it is reaped as soon as it ends."""
+
+    def __init__(self, pid: int, popen: subprocess.Popen[bytes] | None = None) -> None:
+        self.pid = pid
+        self._popen = popen
+        self._fd = os.pidfd_open(pid)
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[int] = self._loop.create_future()
+        self._loop.add_reader(self._fd, self._reap)
+
+    @property
+    def status(self) -> int | None:
+        """The exit status, negative for a signal; None while it lives."""
+        return self._ended.result() if self._ended.done() else None
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal it, if it still lives."""
+        if not self._ended.done():
+            signal.pidfd_send_signal(self._fd, number)
+
+    async def ended(self) -> int:
+        """Wait until it is dead and reaped; return its status."""
+        return await asyncio.shield(self._ended)
+
+    def _reap(self) -> None:
+        self._loop.remove_reader(self._fd)
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self._fd)
+        code = os.waitstatus_to_exitcode(status)
+        if self._popen is not None:
+            self._popen.returncode = code
+        self._ended.set_result(code)
+
+
+def spawn(module: str, arguments: Sequence[str], data: bytes, fds: Sequence[int]) -> Process:
+    """Start `python -m module` with `data` on its standard input and the descriptors `fds`."""
+    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
+    single = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    popen = subprocess.Popen(  # noqa: S603 - this interpreter and our own arguments
+        [sys.executable, "-m", module, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=sys.stderr.fileno(),
+        pass_fds=[fd for fd in fds if fd >= 0],
+        env={**os.environ, **quiet, **single},
+    )
+    assert popen.stdin is not None
+    try:
+        popen.stdin.write(data)
+        popen.stdin.close()
+    except BrokenPipeError:
+        pass  # it is dead already, which `ended` will tell
+    return Process(popen.pid, popen)
+
+
+def spawn_actor(spec: ActorSpec) -> Process:
+    """Start an actor in a Python of its own."""
+    return spawn("pdactors.actors", [spec.name, spec.run_id], encode_spec(spec), msgspec.structs.astuple(spec.fds))
+
+
+class Nursery:
+    """A process that has loaded the model and forks engines on request, so that they share libraries and weights.
+
+    What is forked is handed over to this process, which must be a subreaper. A nursery that died is started again when
+    an engine is wanted.
+    """
+
+    def __init__(self, run_id: str, folder: str, dtype: str, fds: Sequence[int]) -> None:
+        self._spec = NurserySpec(run_id, folder, dtype, -1, os.getpid())
+        self._fds = fds
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._lock = asyncio.Lock()
+        self.process: Process | None = None
+
+    async def fork(self, spec: ActorSpec) -> Process:
+        """Start an engine.
+
+        Raises:
+            PDError: the nursery ended; its log line says why.
+        """
+        async with self._lock:
+            if self.process is None or self.process.status is not None:
+                await self._start()
+            assert self._streams is not None
+            reader, writer = self._streams
+            data = encode_spec(spec)
+            writer.write(len(data).to_bytes(4, "little") + data)
+            return Process(int(await self._line(reader)))
+
+    async def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            spec = msgspec.structs.replace(self._spec, socket=theirs.fileno())
+            arguments = ["nursery", spec.run_id]
+            self.process = spawn(
+                "pdactors.actors.nursery", arguments, msgspec.msgpack.encode(spec), [*self._fds, spec.socket]
+            )
+        self._streams = await asyncio.open_connection(sock=ours)
+        await self._line(self._streams[0])
+
+    async def _line(self, reader: asyncio.StreamReader) -> bytes:
+        line = await reader.readline()
+        if not line.endswith(b"\n"):
+            assert self.process is not None
+            status = await self.process.ended()
+            raise PDError(f"the nursery ended with status {status}")
+        return line
+
+    def close(self) -> None:
+        """Let the nursery end."""
+        if self._streams is not None:
+            self._streams[1].close()
+        if self.process is not None:
+            self.process.send(signal.SIGKILL)
+
+
+def become_subreaper() -> None:
+    """Make this process the parent of its descendants' orphans."""
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def die_with_parent(parent: int, how: signal.Signals) -> None:
+    """Have the kernel send `how` to this process when its parent, which is `parent`, ends; leave if it has already."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides
+    _libc.prctl(PR_SET_PDEATHSIG, how, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
