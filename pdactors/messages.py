@@ -60,18 +60,27 @@ class Lease(Struct, frozen=True):
     generation: int
 
 
-class KVHandle(Struct, frozen=True):
-    """Where a sequence's KV is: arena blocks of one node, in token order, under a lease.
+class Segment(Struct, frozen=True):
+    """Blocks `start ..` of a sequence's table, which `owner` lends under `lease`."""
 
-    `num_tokens` tokens are stored; the last block is partly filled unless `num_tokens` divides evenly.
+    owner: str
+    lease: Lease
+    start: int
+    blocks: tuple[int, ...]
+
+
+class KVHandle(Struct, frozen=True):
+    """Where a sequence's KV is: arena blocks of one node, in token order, each run of them under its owner's lease.
+
+    `num_tokens` tokens are stored; the last block is partly filled unless `num_tokens` divides evenly. Segments of
+    another owner than `owner` are what the prefill itself borrows.
     """
 
     node: str
     owner: str
     layout: str  # fingerprint of the KVLayout that the blocks are written in
-    blocks: tuple[int, ...]
+    segments: tuple[Segment, ...]
     num_tokens: int
-    lease: Lease
 
 
 class Blocks(Struct, frozen=True, omit_defaults=True):
@@ -93,6 +102,14 @@ class StepTimes(Struct, frozen=True, omit_defaults=True):
     p99: float = 0.0
 
 
+class PhaseUse(Struct, frozen=True, omit_defaults=True):
+    """What recent steps of a phase achieved: shares of the machine's FLOP/s and of its memory bandwidth."""
+
+    num_steps: int = 0
+    flops_share: float = 0.0
+    bandwidth_share: float = 0.0
+
+
 class Load(Struct, frozen=True, omit_defaults=True):
     """What an actor has to do; engines fill all of it, others what applies."""
 
@@ -103,6 +120,11 @@ class Load(Struct, frozen=True, omit_defaults=True):
     max_blocks: int = 0  # blocks that it could own if every other engine kept to its minimum
     blocks: Blocks = Blocks()
     step_ms: StepTimes = StepTimes()
+    blocks_lacking: int = 0  # what waits for memory needs so many more
+    prompt_tokens_computed: int = 0
+    num_preempted: int = 0
+    prefill_use: PhaseUse = PhaseUse()
+    decode_use: PhaseUse = PhaseUse()
 
 
 class LeaseInfo(Struct, frozen=True):
@@ -178,6 +200,7 @@ class Member(Struct, frozen=True, omit_defaults=True):
     rack: str
     pid: int
     incarnation: int
+    slot: int = -1  # an engine's place in its node's arena
     state: State = "starting"
     address: str = ""
 
@@ -267,6 +290,22 @@ class Failed(Message, frozen=True):
     message: str
 
 
+class CacheChanged(Message, frozen=True):
+    """An engine: digests of blocks that its prefix cache gained and lost."""
+
+    added: tuple[bytes, ...] = ()
+    evicted: tuple[bytes, ...] = ()
+
+
+class Pinned(Message, frozen=True):
+    """An engine: what it lends of a Pin; None if it has nothing of it any more."""
+
+    request: str
+    attempt: int
+    start: int
+    segment: Segment | None = None
+
+
 class Exited(Message, frozen=True):
     """Supervisor: that process is dead and reaped; nothing that it held can be written any more."""
 
@@ -307,6 +346,7 @@ class Prefill(Message, frozen=True):
     sampling: Sampling
     priority: Priority = "interactive"
     save_final_kv: bool = True
+    prefix: tuple[Segment, ...] = ()  # KV of the prompt's beginning that other engines lend
 
 
 class Decode(Message, frozen=True):
@@ -321,6 +361,22 @@ class Decode(Message, frozen=True):
     sent_s: float
     priority: Priority = "interactive"
     save_final_kv: bool = True
+
+
+class Pin(Message, frozen=True):
+    """Lend the cached blocks of these digests, blocks `start ..` of a prompt, to whoever prefills the request."""
+
+    request: str
+    attempt: int
+    start: int
+    digests: tuple[bytes, ...]
+
+
+class CopyOut(Message, frozen=True):
+    """Copy what the sequence borrows into blocks of your own and give the leases back: their owner needs the room."""
+
+    request: str
+    attempt: int
 
 
 class Release(Message, frozen=True):
@@ -392,8 +448,8 @@ class ReturnExtents(Message, frozen=True):
 Control: TypeAlias = (
     Hello | Welcome | Refusal | Stranger
     | Heartbeat | Generate | Cancel | Prefilled | Adopted | Finished | Failed
-    | Exited | Drain | Fence | Inspect | Inspected
-    | Prefill | Decode | Release
+    | CacheChanged | Pinned | Exited | Drain | Fence | Inspect | Inspected
+    | Prefill | Decode | Pin | CopyOut | Release
     | Tokens | Rejected | Fleet | Surveyed
     | WantExtents | Extents | RecallExtents | ReturnExtents
 )  # fmt: skip

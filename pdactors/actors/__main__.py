@@ -78,6 +78,10 @@ def _make(spec: ActorSpec, transport: Transport, model: PagedModel | None) -> Ac
         from pdactors.actors.decode import DecodeActor
 
         return DecodeActor(spec, transport, model)
+    if spec.role == "worker":
+        from pdactors.actors.worker import WorkerActor
+
+        return WorkerActor(spec, transport, model)
     raise ValueError(f"no process plays the role {spec.role}")
 
 

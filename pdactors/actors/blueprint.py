@@ -26,7 +26,7 @@ def check_available(config: ClusterConfig) -> None:
         ConfigError: names the key.
     """
     unavailable = [
-        (config.cluster.mode != "disaggregated", f"cluster.mode {config.cluster.mode!r}", "disaggregated"),
+        (config.cluster.mode == "kvstore", "cluster.mode 'kvstore'", "disaggregated, chunked or colocated"),
         (len(config.node) > 1, f"{len(config.node)} nodes", "one [[node]]"),
         (config.kv.transport in ("cuda_ipc", "ucx"), f"kv.transport {config.kv.transport!r}", "auto or lease"),
         (config.kv.compression != "none", f"kv.compression {config.kv.compression!r}", "none"),
@@ -124,7 +124,6 @@ def plan_actors(run: Run, node: NodeSection, fds: Descriptors) -> list[ActorSpec
     engines: list[tuple[str, Role]] = [
         (f"{node.name}/{role}-{i}", role) for role, count in roles.items() for i in range(count)
     ]
-    names = tuple(name for name, _ in engines)
     threads = node.threads or max(1, (os.cpu_count() or 1) // max(1, len(engines)))
 
     def spec(name: str, role: Role, slot: int, own: Descriptors) -> ActorSpec:
@@ -143,7 +142,7 @@ def plan_actors(run: Run, node: NodeSection, fds: Descriptors) -> list[ActorSpec
             control=run.control,
             join_token=run.join_token,
             fds=own,
-            engines_on_node=names,
+            num_engines=len(engines),
             threads=threads,
             ready_file=run.ready_file,
         )

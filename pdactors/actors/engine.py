@@ -1,4 +1,4 @@
-"""What prefill and decode share: an engine on the node's arena, stepped in one worker thread.
+"""What prefill, decode and worker share: an engine on the node's arena, stepped in one worker thread.
 
 What a message asks of a sequence is queued and takes effect between two steps, so the running step never sees a block
 change hands. The loop answers meanwhile.
@@ -7,7 +7,6 @@ change hands. The loop answers meanwhile.
 from __future__ import annotations
 
 import asyncio
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,83 +14,93 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from pdactors.actors.actor import GATEWAY, ROUTER, Actor
+from pdactors.actors.extent_keeper import ExtentKeeper
 from pdactors.actors.spec import ActorSpec
 from pdactors.engine.model import PagedModel
 from pdactors.engine.runner import Engine, EngineLimits, Outcome, Step
 from pdactors.engine.sequence import Sequence
-from pdactors.errors import InvariantError, PDError
+from pdactors.engine.step_log import StepLog
+from pdactors.errors import InvariantError, Overloaded, PDError, WorkerLost
 from pdactors.kv.arena import Arena
 from pdactors.kv.blocks import BlockPool
-from pdactors.kv.leases import Holder, Lessor
+from pdactors.kv.leases import LeaseLost
+from pdactors.kv.loans import Loans
 from pdactors.kv.prefix import cache_key
 from pdactors.messages import (
+    CacheChanged,
+    CopyOut,
+    DecodePart,
     Extents,
     Failed,
     Finished,
     LeaseInfo,
     Load,
     Member,
+    Pin,
+    Pinned,
+    Prefill,
+    PrefillPart,
     RecallExtents,
     Release,
     Report,
-    ReturnExtents,
+    Segment,
     Token,
     Tokens,
-    WantExtents,
 )
-from pdactors.policy import extents
 from pdactors.transport import Transport
 
 SWEEP_S = 0.05
+STALL_S = 0.1  # a batch without room for its next step waits so long before the waiting ones give their leases back
 
 
 class EngineActor(Actor):
-    """Base of prefill and decode. Children say what happens to a sequence that got a token, and to one let go."""
-
-    prompt_only = False
+    """Base of prefill, decode and worker. Children say what happens to a sequence that got a token."""
 
     def __init__(self, spec: ActorSpec, transport: Transport, model: PagedModel) -> None:
         super().__init__(spec, transport)
-        self.model = model
-        self.arena = Arena.attach(spec.fds.arena, spec.layout)
-        self.pool = BlockPool()
-        self.lessor = Lessor(self.arena.leases(), spec.slot, spec.incarnation)
-        self.holder = Holder(self.arena.leases(), spec.slot, spec.incarnation)
-        self.engine: Engine | None = None
+        config, layout = spec.config, spec.layout
         self.migrator = f"{spec.node}/migrator"
-        per_sequence = -(-spec.layout.num_blocks(spec.model.max_model_len) // self.arena.extent_blocks)
-        self._min_extents = extents.guaranteed(self.arena.num_extents, len(spec.engines_on_node), per_sequence)
+        self.arena = Arena.attach(spec.fds.arena, layout)
+        self.pool = BlockPool()
+        self.loans = Loans(self.pool, self.arena.leases(), spec.slot, spec.incarnation, config.kv.lease_s)
+        self.extents = ExtentKeeper(
+            self.arena,
+            self.pool,
+            spec.slot,
+            spec.num_engines,
+            layout.num_blocks(spec.model.max_model_len),
+            lambda message: self.tell(self.migrator, message),
+        )
+        model.bind(self.arena.payload(), layout)
+        limits = EngineLimits(
+            max_sequences=config.engine.max_batch,
+            token_budget=config.engine.chunk_tokens,
+            eos_ids=frozenset(spec.model.eos_ids),
+            prefix_key=cache_key(spec.model.fingerprint, layout.fingerprint),
+            prompts_first=config.cluster.mode == "colocated",
+        )
+        self.engine = Engine(model, self.arena, self.pool, limits)
+        self.steps = StepLog(
+            model.shape, model.shape.weight_bytes_as(model.dtype), layout.token_bytes, model.machine, spec.threads
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._commands: deque[Callable[[Engine], None]] = deque()
+        self._commands: deque[Callable[[], None]] = deque()
         self._wake = asyncio.Event()
-        self._grew = asyncio.Event()
-        self._num_wanted = 0
-        self._asked_s = 0.0
+        self._stalled_since: float | None = None
         self.accept(Release, self._on_release, "router")
+        self.accept(Pin, self._on_pin, "router")
+        self.accept(CopyOut, self._on_copy_out, "router")
         self.accept(Extents, self._on_extents, "migrator")
         self.accept(RecallExtents, self._on_recall, "migrator")
 
     # ---- For the children --------
 
-    @abstractmethod
     def took(self, outcome: Outcome) -> None:
-        """Go on with a sequence that got a token, which is on its way to the gateway."""
-
-    @abstractmethod
-    def token(self, outcome: Outcome) -> Token:
-        """Describe the token for the gateway."""
+        """Go on with a sequence that got a token, which is on its way to the gateway: here, in the next step."""
 
     def admitted(self, sequence: Sequence) -> None:
         """A sequence starts to run."""
-
-    def let_go(self, sequence: Sequence) -> None:
-        """Release what the engine itself does not hold for a sequence that leaves."""
-
-    def released(self, request: str, attempt: int) -> None:
-        """Release what outlives the sequence."""
-
-    def sweep(self) -> None:
-        """Called every 50 ms, and when something may have ended."""
+        sequence.begin_s = self.clock()
 
     # ---- Life --------
 
@@ -99,194 +108,303 @@ class EngineActor(Actor):
         return member.role == "gateway" or member.name == self.migrator
 
     async def start(self) -> None:
-        spec, config = self.spec, self.spec.config
-        self._take_over()
-        self.model.bind(self.arena.payload(), spec.layout)
-        limits = EngineLimits(
-            max_sequences=config.engine.max_batch,
-            token_budget=config.engine.chunk_tokens,
-            eos_ids=frozenset(spec.model.eos_ids),
-            prefix_key=cache_key(spec.model.fingerprint, spec.layout.fingerprint),
-            prompt_only=self.prompt_only,
-        )
-        self.engine = Engine(self.model, self.arena, self.pool, limits)
-        while not self.pool.extents:
-            self._want(self._min_extents)
-            await self._grown()
-        self.every(SWEEP_S, self.sweep)
-        self.spawn(self._serve(self.engine))
-        self.log.info("engine ready", threads=spec.threads)
-
-    def _take_over(self) -> None:
-        """Continue the books of a lost predecessor in this slot."""
-        ended = self.holder.end_predecessor()
-        for extent in self.arena.extents_of(self.spec.slot):
-            self.pool.add_extent(self.arena.blocks_of_extent(extent))
-        for live in self.lessor.rebuild():
-            self.pool.restore_lease(live.blocks)
-            self.lessor.revoke(live.lease)
+        self.extents.take_over()
+        ended = self.loans.take_over()
         if ended or self.pool.extents:
             self.log.info("took over from a predecessor", leases_ended=ended, extents=len(self.pool.extents))
+        await self.extents.first(self.clock)
+        self.every(SWEEP_S, self._sweep)
+        self.every(self.spec.config.kv.lease_s / 4, lambda: self.command(self._renew))
+        self.spawn(self._serve())
+        self.log.info("engine ready", threads=self.spec.threads)
 
     async def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     # ---- Stepping --------
 
-    def command(self, action: Callable[[Engine], None]) -> None:
+    def command(self, action: Callable[[], None]) -> None:
         """Do something to the engine at the next step boundary."""
         self._commands.append(action)
         self._wake.set()
 
-    async def _serve(self, engine: Engine) -> None:
-        loop = asyncio.get_running_loop()
+    async def _serve(self) -> None:
+        loop, engine = asyncio.get_running_loop(), self.engine
+        idle_since = self.clock()
         while True:
             self._wake.clear()
-            while self._commands:
-                self._commands.popleft()(engine)
-            for sequence in engine.admit():
-                self.admitted(sequence)
-            self._mind_memory(engine)
+            self._between_steps()
             step = engine.plan()
             if step is None:
+                self._mind_stall()
                 self.check()
                 await self._wake.wait()
+                if not engine.running:
+                    await self._fill_batch()
+                idle_since = self.clock()
                 continue
+            waited_s = self.clock() - idle_since
             try:
                 result = await loop.run_in_executor(self._thread, engine.run, step)
             except InvariantError:
                 raise
             except Exception as error:
                 self.log.exception("step failed", sequences=len(step.portions))
-                self._fail_step(engine, step, error)
+                self._fail_step(step, error)
                 continue
-            self._publish(engine, engine.commit(step, result))
+            idle_since = self.clock()
+            self._stalled_since = None
+            self.steps.add(step, result)
+            slow = self.steps.slow(step, result, waited_s, self.spec.config.engine.slow_step_ms, idle_since)
+            if slow is not None:
+                self.log.warning("slow decode step", **slow)
+            self._publish(engine.commit(step, result))
 
-    def _publish(self, engine: Engine, outcomes: list[Outcome]) -> None:
+    def _between_steps(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+        for sequence in self.engine.admit():
+            if sequence.num_admitted == 1:
+                self.admitted(sequence)
+        self.extents.mind(self.engine.blocks_lacking(), self.engine.num_unreserved, self.clock())
+        self._tell_cache()
+
+    async def _fill_batch(self) -> None:
+        """Wait a moment for company when idle (engine.batch_wait_ms)."""
+        wait_s = self.spec.config.engine.batch_wait_ms / 1000
+        deadline = self.clock() + wait_s
+        while self.clock() < deadline and len(self._commands) < self.engine.limits.max_sequences:
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(deadline - self.clock()):
+                    await self._wake.wait()
+            except TimeoutError:
+                return
+
+    def _publish(self, outcomes: list[Outcome]) -> None:
         """Send the step's tokens in one message, then move each sequence on."""
         if not outcomes:
             return
-        is_sent = self.tell(GATEWAY, Tokens(tuple(self.token(outcome) for outcome in outcomes)))
+        is_sent = self.tell(GATEWAY, Tokens(tuple(self._token(outcome) for outcome in outcomes)))
         for outcome in outcomes:
             sequence = outcome.sequence
             if not is_sent:
-                self.fail(engine, sequence, PDError("its tokens cannot be sent: the gateway is gone or does not read"))
+                self.fail(sequence, PDError("its tokens cannot be sent: the gateway is gone or does not read"))
             elif outcome.finish is not None:
-                self.leave(engine, sequence)
+                self._leave(sequence)
                 self.tell(ROUTER, Finished(sequence.request, sequence.attempt, len(sequence.tokens)))
             else:
                 self.took(outcome)
 
-    def _fail_step(self, engine: Engine, step: Step, error: Exception) -> None:
-        for sequence, _ in step.portions:
-            self.fail(engine, sequence, error)
+    def _token(self, outcome: Outcome) -> Token:
+        """Describe a token for the gateway; the first one of each phase says how the phase went."""
+        sequence, sampled = outcome.sequence, outcome.sampled
+        index = len(sequence.tokens) - 1
+        prefill = decode = None
+        if index == 0:
+            prefill = PrefillPart(sequence.num_cached, sequence.received_s, sequence.begin_s, self.clock())
+        elif index == 1 and sequence.handle is not None:
+            decode = DecodePart("lease", sequence.sent_s, sequence.adopted_s)
+        return Token(
+            sequence.request,
+            sequence.attempt,
+            index,
+            sampled.token_id,
+            finish=outcome.finish,
+            logprob=sampled.logprob,
+            top=sampled.top,
+            prefill=prefill,
+            decode=decode,
+        )
 
-    def fail(self, engine: Engine, sequence: Sequence, error: Exception) -> None:
+    def _tell_cache(self) -> None:
+        """Let the router know what our prefix cache gained and lost."""
+        changes = self.pool.drain_events()
+        if changes.added or changes.evicted:
+            self.tell(ROUTER, CacheChanged(tuple(changes.added), tuple(changes.evicted)))
+
+    # ---- Sequences --------
+
+    def take_prompt(self, _sender: Member, message: Prefill) -> None:
+        """Queue a prompt; what others lend of it is accepted at once, so that it is held while the prompt waits."""
+        sequence = Sequence(
+            message.request,
+            message.attempt,
+            message.prompt,
+            message.sampling,
+            is_urgent=message.priority == "interactive",
+            saves_kv=message.save_final_kv,
+            received_s=self.clock(),
+        )
+        for segment in message.prefix:
+            try:
+                self.borrow(sequence, segment)
+            except LeaseLost as error:  # what is lost is computed
+                self.log.info("prefix lost", request=message.request, owner=segment.owner, reason=error.message)
+        self.command(lambda: self.engine.submit(sequence))
+
+    def borrow(self, sequence: Sequence, segment: Segment) -> None:
+        """Accept a segment's lease, unless an earlier segment came under it, and let the sequence read its blocks.
+
+        Raises:
+            LeaseLost: it has ended, or does not name those blocks.
+        """
+        if segment.lease in sequence.leases:
+            named = self.loans.named(segment.lease)
+        else:
+            named = self.loans.borrow(segment.lease, self.clock())
+        sequence.segments.append(segment)
+        if not set(segment.blocks) <= set(named):
+            raise LeaseLost(f"lease {segment.lease.index} of {segment.owner} names other blocks than the message")
+        sequence.lent.update(enumerate(segment.blocks, segment.start))
+
+    def fail(self, sequence: Sequence, error: Exception) -> None:
         """End a sequence with a reason that reaches its client."""
-        self.leave(engine, sequence)
+        self._leave(sequence)
         code = error.code if isinstance(error, PDError) else "internal"
         self.tell(ROUTER, Failed(sequence.request, sequence.attempt, code, f"{self.spec.name}: {error}"))
 
-    def leave(self, engine: Engine, sequence: Sequence) -> None:
-        """Let go of a sequence and everything that it holds."""
-        self.let_go(sequence)
-        engine.remove(sequence)
+    def _fail_step(self, step: Step, error: Exception) -> None:
+        for sequence, _ in step.portions:
+            self.fail(sequence, error)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Let go of a sequence and everything that it holds; runs between steps, so nothing reads it any more."""
+        self.engine.remove(sequence)
+        self.give_leases_back(sequence)
 
     def _on_release(self, _sender: Member, message: Release) -> None:
-        def release(engine: Engine) -> None:
-            sequence = engine.find(message.request, message.attempt)
+        def release() -> None:
+            sequence = self.engine.find(message.request, message.attempt)
             if sequence is not None:
-                self.leave(engine, sequence)
+                self._leave(sequence)
+            self.released(message.request, message.attempt)
+            self._sweep()
 
-        self.released(message.request, message.attempt)
         self.command(release)
+
+    def released(self, request: str, attempt: int) -> None:
+        """Let go of what outlives the sequence."""
+        self.loans.revoke((request, attempt))
 
     def check(self) -> None:
         """Hold the books against themselves (I5); runs whenever there is nothing to do."""
         self.pool.check()
-        self.lessor.check()
+        self.loans.check()
+
+    def lease_ended(self, request: str, attempt: int) -> None:
+        """Something that was lent for a request is ours alone again."""
+
+    # ---- Lending --------
+
+    def _on_pin(self, _sender: Member, message: Pin) -> None:
+        """Lend what is still cached of a prefix, a shorter part if some was evicted."""
+        blocks = self.pool.match(message.digests)
+        segment = None
+        if blocks:
+            try:
+                lease = self.loans.lend((message.request, message.attempt), blocks, self.clock())
+                segment = Segment(self.spec.name, lease, message.start, tuple(blocks))
+            except Overloaded:
+                self.log.warning("no lease record is free", request=message.request)
+            self.pool.free(blocks)
+        self.tell(ROUTER, Pinned(message.request, message.attempt, message.start, segment))
+
+    def _sweep(self) -> None:
+        """Take back what holders released, what was revoked, and what expired."""
+        for ended in self.loans.sweep(self.clock()):
+            self._wake.set()
+            self.lease_ended(ended.request, ended.attempt)
+            if ended.expired:
+                self.log.warning("lease expired", request=ended.request, attempt=ended.attempt)
+        if self._stalled_since is not None:
+            self._wake.set()
+
+    def _renew(self) -> None:
+        """Keep what is read; fail what was lost before it is read again."""
+        lost = self.loans.renew(self.clock())
+        if lost:
+            for sequence in [*self.engine.running, *self.engine.waiting]:
+                if lost.intersection(sequence.leases):
+                    self.fail(sequence, WorkerLost("KV that it reads was taken back"))
+
+    def _on_copy_out(self, _sender: Member, message: CopyOut) -> None:
+        def copy_out() -> None:
+            sequence = self.engine.find(message.request, message.attempt)
+            if sequence is not None and self.engine.copy_out(sequence):
+                self.give_leases_back(sequence)
+
+        self.command(copy_out)
+
+    def _mind_stall(self) -> None:
+        """When memory stands still, have those who wait give back what they borrow: it is computed again, later.
+
+        Otherwise what runs here could wait for blocks that an engine lends to what waits behind it.
+        """
+        if not self.engine.is_stalled:
+            self._stalled_since = None
+            return
+        now = self.clock()
+        if self._stalled_since is None:
+            self._stalled_since = now
+        elif now - self._stalled_since > STALL_S:
+            self._stalled_since = now
+            holding = [s for s in self.engine.waiting if s.leases]
+            if holding:
+                self.engine.strip(holding[-1])
+                self.give_leases_back(holding[-1])
+
+    def give_leases_back(self, sequence: Sequence) -> None:
+        for lease in sequence.leases:
+            self.loans.give_back(lease)
+        sequence.segments.clear()
 
     # ---- Memory --------
 
-    def _mind_memory(self, engine: Engine) -> None:
-        """Ask for extents before they are missed."""
-        lacking = engine.blocks_lacking()
-        wanted = -(-lacking // self.arena.extent_blocks)
-        if not wanted and engine.num_unreserved < self.arena.extent_blocks // 2:
-            wanted = 1
-        if wanted and (wanted != self._num_wanted or self.clock() - self._asked_s > 0.1):
-            self._want(wanted)
-
-    def _want(self, count: int) -> None:
-        self._num_wanted, self._asked_s = count, self.clock()
-        self.tell(self.migrator, WantExtents(count))
-
-    async def _grown(self) -> None:
-        """Wait for memory, at most until it is time to ask again."""
-        self._grew.clear()
-        try:
-            async with asyncio.timeout(0.2):
-                await self._grew.wait()
-        except TimeoutError:
-            pass
-
     def _on_extents(self, _sender: Member, message: Extents) -> None:
-        self.spawn(self._add(message.extents))
+        async def add() -> None:
+            await self.extents.add(message.extents)
+            self._wake.set()
 
-    async def _add(self, granted: tuple[int, ...]) -> None:
-        """Have the memory backed, then use it."""
-        for extent in granted:
-            await asyncio.to_thread(self.arena.populate, extent)
-            blocks = self.arena.blocks_of_extent(extent)
-            if self.arena.extent_owner(extent) == self.spec.slot and blocks not in self.pool.extents:
-                self.pool.add_extent(blocks)
-        self._num_wanted = 0
-        self._grew.set()
-        self._wake.set()
+        self.spawn(add())
 
     def _on_recall(self, _sender: Member, message: RecallExtents) -> None:
-        def give_back(engine: Engine) -> None:
-            returned = []
-            for blocks in self.pool.removable_extents()[: message.count]:
-                if len(self.pool.extents) <= self._min_extents or engine.num_unreserved < len(blocks):
-                    break
-                self.pool.remove_extent(blocks)
-                returned.append(blocks.start // self.arena.extent_blocks)
-            if returned:
-                self.tell(self.migrator, ReturnExtents(tuple(returned)))
-
-        self.command(give_back)
+        self.command(lambda: self.extents.give_back(message.count, self.engine.num_unreserved))
 
     # ---- Accounts --------
 
     def load(self) -> Load:
-        engine, spec = self.engine, self.spec
-        if engine is None:
-            return Load()
-        most = extents.reachable(self.arena.num_extents, len(spec.engines_on_node), self._min_extents)
+        engine = self.engine
+        sequences = [*engine.running, *engine.waiting]
+        borrowed = {block for s in sequences for block in (s.borrowed or s.lent.values())}
+        prefill, decode = self.steps.uses()
         return Load(
             running=len(engine.running),
             waiting=len(engine.waiting),
-            pending_tokens=sum(s.num_pending for s in (*engine.running, *engine.waiting) if s.is_prompt),
-            max_sequences=spec.config.engine.max_batch,
-            max_blocks=most * self.arena.extent_blocks,
-            blocks=self.pool.account(),
-            step_ms=engine.step_times(),
+            pending_tokens=sum(s.num_pending for s in sequences if s.is_prompt),
+            max_sequences=self.spec.config.engine.max_batch,
+            max_blocks=self.extents.max_blocks,
+            blocks=msgspec.structs.replace(self.pool.account(), leased_in=len(borrowed)),
+            step_ms=self.steps.times(),
+            blocks_lacking=engine.blocks_lacking(),
+            prompt_tokens_computed=engine.num_computed,
+            num_preempted=engine.num_preempted,
+            prefill_use=prefill,
+            decode_use=decode,
         )
 
     def report(self) -> Report:
-        engine, names = self.engine, self.spec.engines_on_node
-        sequences = [*engine.running, *engine.waiting] if engine else []
+        names = {member.slot: member.name for member in self.fleet.members if member.node == self.spec.node}
         given = [
             LeaseInfo(
                 lessor=self.spec.name,
-                holder=names[lease.holder_slot] if lease.holder_slot is not None else "",
+                holder="" if lease.holder_slot is None else names.get(lease.holder_slot, f"slot {lease.holder_slot}"),
                 request=lease.request,
                 attempt=lease.attempt,
                 num_blocks=len(lease.blocks),
                 expires_s=round(lease.expires_s - self.clock(), 3),
             )
-            for lease in self.lessor.live()
+            for lease in self.loans.live()
         ]
         faults = []
         try:
@@ -295,7 +413,7 @@ class EngineActor(Actor):
             faults.append(error.message)
         return msgspec.structs.replace(
             super().report(),
-            requests=tuple(s.request for s in sequences),
+            requests=tuple(s.request for s in (*self.engine.running, *self.engine.waiting)),
             leases=tuple(given),
             faults=tuple(faults),
         )

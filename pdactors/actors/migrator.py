@@ -26,7 +26,8 @@ class Migrator(Actor):
         super().__init__(spec, transport)
         self.arena = Arena.attach(spec.fds.arena, spec.layout)
         per_sequence = -(-spec.layout.num_blocks(spec.model.max_model_len) // self.arena.extent_blocks)
-        self._minimum = extents.guaranteed(self.arena.num_extents, len(spec.engines_on_node), per_sequence)
+        self._minimum = extents.guaranteed(self.arena.num_extents, spec.num_engines, per_sequence)
+        self._names: dict[int, str] = {}  # slot -> engine, of those that asked
         self._demand: dict[int, int] = {}  # slot -> extents that it asked for and did not get
         self.accept(WantExtents, self._on_want, *ENGINES)
         self.accept(ReturnExtents, self._on_return, *ENGINES)
@@ -36,16 +37,15 @@ class Migrator(Actor):
         super().open()
 
     def _on_want(self, sender: Member, message: WantExtents) -> None:
-        slot = self._slot(sender)
-        if slot is None:
-            return self.drop("unknown engine", sender=sender.name)
-        self._demand[slot] = min(message.count, self.arena.num_extents)
+        if not 0 <= sender.slot < self.arena.num_slots:
+            return self.drop("engine without a slot", sender=sender.name)
+        self._names[sender.slot] = sender.name
+        self._demand[sender.slot] = min(message.count, self.arena.num_extents)
         return self._serve()
 
     def _on_return(self, sender: Member, message: ReturnExtents) -> None:
-        slot = self._slot(sender)
         for extent in message.extents:
-            if not 0 <= extent < self.arena.num_extents or self.arena.extent_owner(extent) != slot:
+            if not 0 <= extent < self.arena.num_extents or self.arena.extent_owner(extent) != sender.slot:
                 self.drop("foreign extent", sender=sender.name, extent=extent)
                 continue
             self.arena.set_extent_owner(extent, None)
@@ -62,20 +62,21 @@ class Migrator(Actor):
                 self.arena.set_extent_owner(extent, slot)
             owned[slot] += count
             if granted:
-                self.tell(self.spec.engines_on_node[slot], Extents(tuple(granted)))
+                self.tell(self._names[slot], Extents(tuple(granted)))
             self._demand[slot] = wanted - count
             if not self._demand[slot]:
                 del self._demand[slot]
                 continue
             for other, spare in extents.recall(self._demand[slot], slot, owned, self._minimum).items():
-                self.tell(self.spec.engines_on_node[other], RecallExtents(spare))
-
-    def _slot(self, member: Member) -> int | None:
-        names = self.spec.engines_on_node
-        return names.index(member.name) if member.name in names else None
+                if other in self._names:
+                    self.tell(self._names[other], RecallExtents(spare))
 
     def _owned(self) -> Counter[int]:
-        return Counter({slot: len(self.arena.extents_of(slot)) for slot in range(len(self.spec.engines_on_node))})
+        """Return how many extents each engine has: those of the plan, those that asked, and whoever owns some."""
+        slots = {*range(self.spec.num_engines), *self._names}
+        return Counter(
+            {slot: len(self.arena.extents_of(slot)) for slot in range(self.arena.num_slots) if slot in slots}
+        )
 
     def _free(self) -> list[int]:
         return [e for e in range(self.arena.num_extents) if self.arena.extent_owner(e) is None]
@@ -87,7 +88,6 @@ class Migrator(Actor):
 
     def report(self) -> Report:
         report = super().report()
-        owned = sum(len(self.arena.blocks_of_extent(e)) for s in self._owned() for e in self.arena.extents_of(s))
-        missing = self.arena.num_blocks - owned - report.load.blocks.free
-        faults = (f"{missing} blocks of the arena belong to no known engine",) if missing else ()
-        return msgspec.structs.replace(report, faults=faults)
+        owned = sum(len(self.arena.extents_of(slot)) for slot in range(self.arena.num_slots))
+        lost = self.arena.num_extents - owned - len(self._free())
+        return msgspec.structs.replace(report, faults=(f"{lost} extents have no known owner",) if lost else ())

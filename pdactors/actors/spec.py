@@ -49,13 +49,15 @@ class ActorSpec(Struct, frozen=True):
     control: str  # the router's address
     join_token: str
     fds: Descriptors = Descriptors()
-    engines_on_node: tuple[str, ...] = ()  # index = slot
+    num_engines: int = 1  # on this node, at launch
     threads: int = 1
     ready_file: str = ""
 
     def member(self, pid: int, address: str = "") -> Member:
         """Return how this actor introduces itself."""
-        return Member(self.name, self.role, self.node, self.rack, pid, self.incarnation, "starting", address)
+        return Member(
+            self.name, self.role, self.node, self.rack, pid, self.incarnation, slot=self.slot, address=address
+        )
 
 
 def encode_spec(spec: ActorSpec) -> bytes:

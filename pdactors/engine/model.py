@@ -14,6 +14,7 @@ import transformers
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pdactors.engine.machine import Machine, measure
 from pdactors.engine.paged import ATTENTION_NAME, PagedStep, StepBatch, register
 from pdactors.engine.probe import compare_with_eager, inspect_attention
 from pdactors.engine.shape import ModelDtype, ModelShape
@@ -36,10 +37,12 @@ class PagedModel:
     Made by `load_model`. Not thread-safe: one step at a time.
     """
 
-    def __init__(self, model: Any, shape: ModelShape, dtype: ModelDtype) -> None:
+    def __init__(self, model: Any, shape: ModelShape, dtype: ModelDtype, machine: Machine) -> None:
         self.shape = shape
         self.dtype = dtype
         self._model: Any = model
+        self.machine = machine  # what a thread can do at best
+        self.attention_s = 0.0  # of the last step
         self._arena: torch.Tensor | None = None
         # A model without logits_to_keep computes the logits of every row.
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -93,6 +96,7 @@ class PagedModel:
                 paged=paged,
                 **keep,
             ).logits[0]
+            self.attention_s = paged.attention_s
             return (logits if self._keeps_rows else logits[rows]).to(torch.float32)
 
     def close(self) -> None:
@@ -129,7 +133,7 @@ def load_model(folder: Path, dtype: ModelDtype, *, threads: int, seq_check: bool
     register()
     model = _load_weights(folder, _DTYPES[dtype])
     inspect_attention(model, shape)
-    paged = PagedModel(model, shape, dtype)
+    paged = PagedModel(model, shape, dtype, measure(dtype))
     if seq_check:
         compare_with_eager(paged, _eager_forward(model))
     return paged

@@ -5,6 +5,7 @@ Owns the translation of a step's spans into arena slots; which blocks a sequence
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,6 +81,7 @@ class PagedStep:
                 twice; nothing has been written then.
         """
         self.arena = arena
+        self.attention_s = 0.0  # spent in attention, all layers together
         num_blocks, _, _, _, self.block_tokens, _ = arena.shape
         self.spans: list[_SpanPlan] = []
         slots: list[NDArray[np.int64]] = []
@@ -148,6 +150,7 @@ def paged_attention(
     Raises:
         ModelError: an argument that would change the attention and that this function does not know.
     """
+    began = time.perf_counter()
     check_arguments(attention_mask, others)
     layer: int = module.layer_idx
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -164,6 +167,7 @@ def paged_attention(
             k, v = paged.gather(layer, span, first)
         result = _attend(queries[:, span.start : span.end], k, v, span, first, window, scale, softcap)
         output[0, span.start : span.end] = result.transpose(0, 1)
+    paged.attention_s += time.perf_counter() - began
     return output, None
 
 

@@ -11,7 +11,6 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from pdactors.engine.paged import Span, StepBatch
@@ -20,14 +19,14 @@ from pdactors.engine.sequence import Sequence
 from pdactors.kv.arena import Arena
 from pdactors.kv.blocks import BlockPool
 from pdactors.kv.prefix import chain
-from pdactors.messages import FinishReason, KVHandle, StepTimes
+from pdactors.messages import FinishReason
 from pdactors.policy.batching import Portion, Work, plan_step
-
-NUM_TIMED_STEPS = 512
 
 
 class Model(Protocol):
     """What the engine needs of a model; `PagedModel` is one."""
+
+    attention_s: float  # what the last step spent in attention
 
     def forward(self, batch: StepBatch) -> torch.Tensor: ...
 
@@ -40,8 +39,7 @@ class EngineLimits:
     token_budget: int
     eos_ids: frozenset[int]
     prefix_key: bytes
-    prompts_first: bool = False
-    prompt_only: bool = False  # a prefill engine: sequences leave after their first token
+    prompts_first: bool = False  # mode colocated
 
 
 @dataclass(frozen=True)
@@ -53,11 +51,25 @@ class Step:
     sampled: list[Sequence]  # those that get a token, in the order of the logit rows
     rows: list[SampleRow]
 
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens whose KV the step reads."""
+        return sum(span.context_len for span in self.batch.spans)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence computes one token only."""
+        return len(self.batch.input_ids) == len(self.portions)
+
 
 @dataclass(frozen=True)
 class StepResult:
+    """The tokens, in the order of `Step.sampled`, and where the time went."""
+
     tokens: list[Sampled]
     duration_s: float
+    attention_s: float
+    sampling_s: float
 
 
 @dataclass(frozen=True)
@@ -72,8 +84,9 @@ class Outcome:
 class Engine:
     """Continuous batching over one pool of blocks.
 
-    A sequence is admitted when every block that it may need is there, so it never stops for memory once it runs;
-    blocks are taken one by one as they are needed.
+    A sequence is admitted when the blocks for what it has to compute are there; they are set aside for it. While it
+    decodes it takes more as it grows. When there are none, the sequence that was admitted last is preempted: its full
+    blocks stay in the prefix cache while they can, and what is lost is computed again.
     """
 
     def __init__(self, model: Model, arena: Arena, pool: BlockPool, limits: EngineLimits) -> None:
@@ -82,9 +95,11 @@ class Engine:
         self.pool = pool
         self.limits = limits
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.running: list[Sequence] = []  # in order of admission
         self.num_reserved = 0
-        self._step_ms: deque[float] = deque(maxlen=NUM_TIMED_STEPS)
+        self.num_preempted = 0
+        self.num_computed = 0  # tokens of prompts that were computed
+        self._block_tokens = arena.layout.block_tokens
 
     # ---- Sequences --------
 
@@ -93,13 +108,27 @@ class Engine:
         self.waiting.append(sequence)
 
     def admit(self) -> list[Sequence]:
-        """Take waiting sequences in, in order and interactive ones first, while there is room; return them."""
-        admitted = []
+        """Take waiting sequences in, in order and interactive ones first, while there is room; return them.
+
+        One whose next block another is just computing is passed over until that block can be read.
+        """
+        admitted: list[Sequence] = []
+        if not self.waiting:
+            return admitted
+        coming = self._digests_under_way()
         for sequence in sorted(self.waiting, key=lambda s: not s.is_urgent):
-            if len(self.running) >= self.limits.max_sequences or not self._take_in(sequence):
+            if len(self.running) >= self.limits.max_sequences:
                 break
-            self.waiting.remove(sequence)
-            self.running.append(sequence)
+            num_known = self._find(sequence)
+            if self._next_digest(sequence, num_known) in coming:
+                self._put_back(sequence)
+                continue
+            if not self._reserve(sequence):
+                self._put_back(sequence)
+                break
+            self._start(sequence)
+            if sequence.handle is None:
+                coming.update(sequence.digests[num_known:])
             admitted.append(sequence)
         return admitted
 
@@ -108,37 +137,62 @@ class Engine:
         return next((s for s in (*self.running, *self.waiting) if s.key == (request, attempt)), None)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence and let go of its own blocks."""
+        """Forget a sequence and let go of its own blocks; the leases behind the others are the caller's."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
-            return
-        self.running.remove(sequence)
-        self.pool.free(sequence.own_blocks)
-        self.num_reserved -= sequence.num_reserved
+        else:
+            self.running.remove(sequence)
+            self._vacate(sequence)
+        self.pool.free(list(sequence.kept.values()))
+        sequence.kept.clear()
 
-    def blocks_lacking(self) -> int:
-        """Return how many blocks more would let the next waiting sequence in; 0 if none waits for memory."""
-        if not self.waiting or len(self.running) >= self.limits.max_sequences:
-            return 0
-        return max(0, self._blocks_needed(self.waiting[0]) - self.num_unreserved)
+    def copy_out(self, sequence: Sequence) -> bool:
+        """Replace what a running sequence borrows by copies of our own; False if there is no room for them."""
+        borrowed = [i for i, block in enumerate(sequence.blocks) if block in sequence.borrowed]
+        if sequence not in self.running or len(borrowed) > self.num_unreserved:
+            return False
+        for i, copy in zip(borrowed, self.pool.allocate(len(borrowed)), strict=True):
+            self.arena.copy_block(sequence.blocks[i], copy, self._block_tokens)
+            sequence.blocks[i] = copy
+        self.strip(sequence)
+        return True
+
+    def strip(self, sequence: Sequence) -> None:
+        """Count on nothing that is lent any more; what the table lacks then is computed when it is admitted."""
+        sequence.borrowed.clear()
+        sequence.lent.clear()
+        sequence.tail_block = None
 
     @property
     def num_unreserved(self) -> int:
-        """Blocks that nobody may still claim."""
+        """Blocks that are set aside for nobody."""
         return self.pool.num_available - self.num_reserved
+
+    def blocks_lacking(self) -> int:
+        """Return how many blocks more would let everyone run on and the next waiting sequence in."""
+        needed = sum(map(self._lacks_block, self.running))
+        if self.waiting and len(self.running) < self.limits.max_sequences:
+            needed += self._blocks_needed(self.waiting[0]) + len(self.running)
+        return max(0, needed - self.num_unreserved)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether something runs and nothing of it has room for its next step."""
+        return bool(self.running) and not any(s.is_prompt or self._has_room(s) for s in self.running)
 
     # ---- One step --------
 
     def plan(self) -> Step | None:
-        """Choose what to compute next; None when there is nothing."""
-        works = [Work(s.num_pending, s.is_prompt, s.is_urgent) for s in self.running]
+        """Choose what to compute next; None when there is nothing, or nothing that has room."""
+        self._make_room()
+        runnable = [s for s in self.running if s.is_prompt or self._has_room(s)]
         portions = plan_step(
-            works,
+            [Work(s.num_pending, s.is_prompt, s.is_urgent) for s in runnable],
             token_budget=self.limits.token_budget,
             max_sequences=self.limits.max_sequences,
             prompts_first=self.limits.prompts_first,
         )
-        return self._prepare(portions) if portions else None
+        return self._prepare(runnable, portions) if portions else None
 
     def run(self, step: Step) -> StepResult:
         """Compute a step.
@@ -148,79 +202,128 @@ class Engine:
         """
         began = time.perf_counter()
         logits = self.model.forward(step.batch)
+        computed = time.perf_counter()
         tokens = sample(logits, step.rows)
-        return StepResult(tokens, time.perf_counter() - began)
+        ended = time.perf_counter()
+        return StepResult(tokens, ended - began, self.model.attention_s, ended - computed)
 
     def commit(self, step: Step, result: StepResult) -> list[Outcome]:
         """Take a step's results in; finished sequences stay until the caller removes them."""
-        self._step_ms.append(result.duration_s * 1000)
         for sequence, num_tokens in step.portions:
+            if sequence.is_prompt:
+                self.num_computed += num_tokens
             sequence.num_stored += num_tokens
-            self._index_full_blocks(sequence)
         outcomes = []
         for sequence, sampled in zip(step.sampled, result.tokens, strict=True):
             sequence.tokens.append(sampled.token_id)
             outcomes.append(Outcome(sequence, sampled, self._finish(sequence)))
+        for sequence, _ in step.portions:
+            self._index_full_blocks(sequence)
         return outcomes
 
-    def step_times(self) -> StepTimes:
-        """Return how long recent steps took."""
-        if not self._step_ms:
-            return StepTimes()
-        times = np.array(self._step_ms)
-        p50, p99 = np.percentile(times, (50, 99))
-        return StepTimes(round(float(times.mean()), 3), round(float(p50), 3), round(float(p99), 3))
+    # ---- Admission --------
 
-    # ---- Private --------
+    def _find(self, sequence: Sequence) -> int:
+        """Build the table of what can be read without computing it; return its number of blocks.
+
+        Own blocks get a reference. At least one token is left to compute.
+        """
+        limit = (sequence.num_tokens - 1) // self._block_tokens
+        if sequence.handle is None or sequence.digests:
+            self._extend_digests(sequence, limit)
+        for i in range(limit):
+            own = sequence.kept.get(i)
+            if own is None and i < len(sequence.digests):
+                own = self.pool.cached(sequence.digests[i])
+            if own is not None:
+                self.pool.retain([own])
+                sequence.blocks.append(own)
+            elif i in sequence.lent:
+                sequence.blocks.append(sequence.lent[i])
+                sequence.borrowed.add(sequence.lent[i])
+            else:
+                break
+        return len(sequence.blocks)
+
+    def _next_digest(self, sequence: Sequence, num_known: int) -> bytes | None:
+        return sequence.digests[num_known] if num_known < len(sequence.digests) else None
+
+    def _digests_under_way(self) -> set[bytes]:
+        """Digests of prompt blocks that running sequences are going to compute."""
+        return {d for s in self.running if s.is_prompt and s.handle is None for d in s.digests[s.num_indexed :]}
 
     def _blocks_needed(self, sequence: Sequence) -> int:
-        """Return the blocks that it will own at most, beyond those that it can read."""
-        layout = self.arena.layout
-        total = len(sequence.prompt)
-        if not self.limits.prompt_only:
-            total += sequence.sampling.max_tokens - 1  # the last token's KV is never needed
-        readable = sequence.handle.num_tokens // layout.block_tokens if sequence.handle else len(sequence.blocks)
-        return layout.num_blocks(total) - readable
+        """Return the blocks that a waiting sequence lacks for what it has to compute, as far as can be seen."""
+        have = len(sequence.lent.keys() | sequence.kept.keys())
+        return max(0, self.arena.layout.num_blocks(sequence.num_tokens) - have)
 
-    def _take_in(self, sequence: Sequence) -> bool:
-        if sequence.handle is None:
-            sequence.blocks = self._match(sequence)
-        needed = self._blocks_needed(sequence)
-        if needed > self.num_unreserved:
-            self.pool.free(sequence.blocks)
-            sequence.blocks = []
+    def _reserve(self, sequence: Sequence) -> bool:
+        """Set blocks aside, and leave one for the next step of each that runs."""
+        needed = self.arena.layout.num_blocks(sequence.num_tokens) - len(sequence.blocks)
+        if needed + len(self.running) > self.num_unreserved:
             return False
         sequence.num_reserved = needed
         self.num_reserved += needed
-        if sequence.handle is not None:
-            self._adopt(sequence, sequence.handle)
-        else:
-            sequence.num_stored = sequence.num_cached = len(sequence.blocks) * self.arena.layout.block_tokens
         return True
 
-    def _match(self, sequence: Sequence) -> list[int]:
-        """Return the cached blocks of the prompt, with a reference; at least one token is left to compute."""
-        block_tokens = self.arena.layout.block_tokens
-        if not sequence.digests:
-            sequence.digests = chain(sequence.prompt, block_tokens, self.limits.prefix_key)
-        return self.pool.match(sequence.digests[: (len(sequence.prompt) - 1) // block_tokens])
-
-    def _adopt(self, sequence: Sequence, handle: KVHandle) -> None:
-        """Read full blocks where they lie; copy the partly filled one, since only owners write."""
-        full, tail = divmod(handle.num_tokens, self.arena.layout.block_tokens)
-        sequence.blocks = list(handle.blocks[:full])
-        sequence.num_borrowed = full
-        sequence.num_stored = handle.num_tokens
-        if tail:
+    def _start(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        sequence.num_admitted += 1
+        num_full = sequence.num_indexed = len(sequence.blocks)
+        sequence.num_stored = num_full * self._block_tokens
+        if sequence.num_admitted == 1 and not sequence.tokens:
+            sequence.num_cached = sequence.num_stored
+        if sequence.tail_block is None or sequence.handle is None:
+            return
+        full, tail = divmod(sequence.handle.num_tokens, self._block_tokens)
+        if num_full == full:
             self._grow(sequence, 1)
-            self.arena.copy_block(handle.blocks[full], sequence.blocks[full], tail)
+            self.arena.copy_block(sequence.tail_block, sequence.blocks[-1], tail)  # only owners write
+            sequence.num_stored += tail
+
+    def _put_back(self, sequence: Sequence) -> None:
+        self.pool.free(sequence.own_blocks)
+        sequence.blocks = []
+        sequence.borrowed.clear()
+
+    def _vacate(self, sequence: Sequence) -> None:
+        """Let go of the table and of what was set aside."""
+        self._put_back(sequence)
+        self.num_reserved -= sequence.num_reserved
+        sequence.num_reserved = 0
+        sequence.num_stored = 0
+
+    # ---- Growth --------
+
+    def _lacks_block(self, sequence: Sequence) -> bool:
+        """Whether the next token of a decoding sequence needs a block that was not set aside."""
+        is_full = sequence.num_stored == len(sequence.blocks) * self._block_tokens
+        return not sequence.is_prompt and is_full and not sequence.num_reserved
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        return not self._lacks_block(sequence) or self.num_unreserved > 0
+
+    def _make_room(self) -> None:
+        """Preempt, last admitted first, until every decoding sequence that is left can take its next step."""
+        while len(self.running) > 1 and sum(map(self._lacks_block, self.running)) > self.num_unreserved:
+            victim = max(enumerate(self.running), key=lambda item: (not item[1].is_urgent, item[0]))[1]
+            self._extend_digests(victim, victim.num_stored // self._block_tokens)
+            self._index_full_blocks(victim)
+            self.running.remove(victim)
+            self._vacate(victim)
+            self.waiting.appendleft(victim)
+            self.num_preempted += 1
 
     def _grow(self, sequence: Sequence, count: int) -> None:
         sequence.blocks += self.pool.allocate(count)
-        sequence.num_reserved -= count
-        self.num_reserved -= count
+        from_reserve = min(count, sequence.num_reserved)
+        sequence.num_reserved -= from_reserve
+        self.num_reserved -= from_reserve
 
-    def _prepare(self, portions: list[Portion]) -> Step:
+    # ---- Steps --------
+
+    def _prepare(self, runnable: list[Sequence], portions: list[Portion]) -> Step:
         ids: list[int] = []
         positions: list[int] = []
         spans: list[Span] = []
@@ -228,10 +331,12 @@ class Engine:
         sampled: list[Sequence] = []
         logit_rows: list[int] = []
         for portion in portions:
-            sequence, start = self.running[portion.index], len(ids)
+            sequence, start = runnable[portion.index], len(ids)
             stop = sequence.num_stored + portion.num_tokens
             lacking = self.arena.layout.num_blocks(stop) - len(sequence.blocks)
             if lacking > 0:
+                if self._lacks_block(sequence) and not self.num_unreserved:
+                    continue  # the last block went to another sequence of this step
                 self._grow(sequence, lacking)
             ids += sequence.token_ids(sequence.num_stored, stop)
             positions += range(sequence.num_stored, stop)
@@ -250,12 +355,24 @@ class Engine:
 
     def _index_full_blocks(self, sequence: Sequence) -> None:
         """Make our full blocks findable by what they hold."""
-        block_tokens = self.arena.layout.block_tokens
-        num_full = min(sequence.num_stored, len(sequence.prompt)) // block_tokens
-        for i in range(max(sequence.num_borrowed, sequence.num_indexed), num_full):
-            parent = sequence.digests[i - 1] if i else None
-            self.pool.insert(sequence.digests[i], sequence.blocks[i], parent)
+        num_full = sequence.num_stored // self._block_tokens
+        if not sequence.saves_kv:
+            num_full = min(num_full, len(sequence.prompt) // self._block_tokens)
+        if num_full <= sequence.num_indexed:
+            return
+        self._extend_digests(sequence, num_full)
+        for i in range(sequence.num_indexed, num_full):
+            if sequence.blocks[i] not in sequence.borrowed:
+                self.pool.insert(sequence.digests[i], sequence.blocks[i], sequence.digests[i - 1] if i else None)
         sequence.num_indexed = num_full
+
+    def _extend_digests(self, sequence: Sequence, num_blocks: int) -> None:
+        """Know the digests of the first `num_blocks` blocks at least."""
+        known = len(sequence.digests)
+        if known < num_blocks:
+            tokens = sequence.token_ids(known * self._block_tokens, num_blocks * self._block_tokens)
+            parent = sequence.digests[-1] if known else None
+            sequence.digests += chain(tokens, self._block_tokens, self.limits.prefix_key, parent)
 
     def _finish(self, sequence: Sequence) -> FinishReason | None:
         if sequence.tokens[-1] in self.limits.eos_ids and not sequence.sampling.ignore_eos:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pdactors.messages import KVHandle, Sampling
+from pdactors.messages import KVHandle, Lease, Sampling, Segment
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One request's attempt on one engine.
 
-    `blocks` is the table in token order: the first `num_borrowed` are read under a lease, the rest are ours. KV of the
-    first `num_stored` tokens is stored; what follows is still to be computed.
+    `blocks` is the table in token order; KV of the first `num_stored` tokens is stored in it, what follows is still to
+    be computed. Blocks of others are in `borrowed` and are only read. What the table may use, but need not, is in
+    `lent` (block index -> full block of another owner) and `kept` (block index -> our own, with a reference);
+    `tail_block` is another owner's partly filled block, which is copied.
     """
 
     request: str
@@ -20,15 +22,21 @@ class Sequence:
     prompt: tuple[int, ...]
     sampling: Sampling
     is_urgent: bool = True
-    handle: KVHandle | None = None  # where KV that others computed lies
+    saves_kv: bool = True  # generated KV stays in the prefix cache
+    handle: KVHandle | None = None  # where the prefill left it
     tokens: list[int] = field(default_factory=list)  # generated, the first by the prefill
     blocks: list[int] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)  # of the table's full blocks, as far as they are known
-    num_borrowed: int = 0
+    borrowed: set[int] = field(default_factory=set)
+    lent: dict[int, int] = field(default_factory=dict)
+    tail_block: int | None = None
+    kept: dict[int, int] = field(default_factory=dict)
+    segments: list[Segment] = field(default_factory=list)  # whose leases stand behind `lent` and `tail_block`
+    digests: list[bytes] = field(default_factory=list)  # of full blocks, as far as they were needed
     num_stored: int = 0
     num_cached: int = 0  # prompt tokens that were not computed because their KV was there
     num_indexed: int = 0  # full blocks that the prefix cache was told of
-    num_reserved: int = 0  # blocks that it may still allocate
+    num_admitted: int = 0  # more than once if it was preempted
+    num_reserved: int = 0  # blocks that are set aside for it
     received_s: float = 0.0
     begin_s: float = 0.0
     sent_s: float = 0.0
@@ -37,6 +45,11 @@ class Sequence:
     @property
     def key(self) -> tuple[str, int]:
         return self.request, self.attempt
+
+    @property
+    def leases(self) -> set[Lease]:
+        """The leases that it reads under."""
+        return {segment.lease for segment in self.segments}
 
     @property
     def num_tokens(self) -> int:
@@ -55,7 +68,8 @@ class Sequence:
 
     @property
     def own_blocks(self) -> list[int]:
-        return self.blocks[self.num_borrowed :]
+        """The blocks of the table that are ours."""
+        return [block for block in self.blocks if block not in self.borrowed]
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Return known tokens `start .. stop`."""

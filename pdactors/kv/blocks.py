@@ -156,10 +156,15 @@ class BlockPool:
         self.retain(blocks)
         return blocks
 
+    def cached(self, digest: bytes) -> int | None:
+        """Return the block that holds what the digest names, without a reference; None if there is none."""
+        found = self._prefixes.lookup((digest,))
+        return found[0] if found else None
+
     def insert(self, digest: bytes, block: int, parent: bytes | None) -> bool:
         """Make a block findable that is full and never written again; `parent` is the digest before it in the chain.
 
-        Return False if the digest has a block already (the first one wins), or its parent is not cached.
+        Return False if the digest has a block already: the first one wins.
 
         Raises:
             InvariantError: the block is not in use, or holds another digest.

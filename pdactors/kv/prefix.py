@@ -53,8 +53,8 @@ class _Entry:
 class PrefixCache:
     """A forest of digests, each with its block, and an order in which idle blocks are given up.
 
-    `BlockPool` owns one and tells it which blocks are idle (cached, and used by nobody). A digest's parent is always
-    cached too, and no idle parent is older than its idle children, so leaves go first.
+    `BlockPool` owns one and tells it which blocks are idle (cached, and used by nobody). No idle parent is older than
+    its idle children, so leaves go first, and a parent takes its children along.
     """
 
     def __init__(self) -> None:
@@ -86,15 +86,19 @@ class PrefixCache:
         return blocks
 
     def insert(self, digest: bytes, block: int, parent: bytes | None) -> bool:
-        """Index a block in use; False if the digest has a block already or its parent (None: a root) is not cached.
+        """Index a block in use; False if the digest has a block already.
+
+        A parent that is not cached here (another engine may have it) makes the block a root, as None does.
 
         Raises:
             InvariantError: the block holds another digest.
         """
         if self._digests.get(block, digest) != digest:
             raise InvariantError(f"block {block} already holds digest {self._digests[block].hex()}")
-        if digest in self._entries or (parent is not None and parent not in self._entries):
+        if digest in self._entries:
             return False
+        if parent not in self._entries:
+            parent = None
         self._entries[digest] = _Entry(block, parent)
         self._digests[block] = digest
         if parent is not None:
