@@ -14,7 +14,11 @@ from pdactors.version import VERSION
 COMMANDS = {
     "launch": ("pdactors.cli.launch", "Start a cluster and stay until it ends."),
     "generate": ("pdactors.cli.generate", "Stream one answer."),
+    "chat": ("pdactors.cli.chat", "Talk with the model in the terminal."),
     "status": ("pdactors.cli.status", "Show every actor of a running cluster."),
+    "top": ("pdactors.cli.top", "Watch a running cluster."),
+    "drain": ("pdactors.cli.drain", "Give an engine no new work, let it finish, and stop it."),
+    "scale": ("pdactors.cli.scale", "Start or drain engines until a node has so many."),
     "verify": ("pdactors.cli.verify", "Compare greedy tokens with transformers, token by token."),
     "leaks": ("pdactors.cli.leaks", "Look for leases, blocks and processes that are held for nobody."),
     "bench": ("pdactors.cli.bench", "Measure, each figure beside its reference."),
