@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 
 from pdactors.actors.actor import ROUTER
@@ -21,11 +23,23 @@ class DecodeActor(EngineActor):
     def __init__(self, spec: ActorSpec, transport: Transport) -> None:
         super().__init__(spec, transport)
         self._lease_s = spec.config.kv.lease_s
+        self._mapped: set[int] = set()  # extents of others
         self.accept(Decode, self._on_decode, "router")
 
     async def start(self) -> None:
         await super().start()
         self.every(self._lease_s / 4, self._renew)
+
+    def sweep(self) -> None:
+        """Map what others were given since: a page fault is dear, and would be met by the step that reads a prompt."""
+        new = [extent for extent in self.arena.extents_of_others(self.spec.slot) if extent not in self._mapped]
+        if new:
+            self._mapped.update(new)
+            self.spawn(self._map_ahead(new))
+
+    async def _map_ahead(self, extents: list[int]) -> None:
+        for extent in extents:
+            await asyncio.to_thread(self.arena.map_ahead, extent)
 
     def _on_decode(self, _sender: Member, message: Decode) -> None:
         """Accept the lease at once, so that it is held while the sequence waits for room."""

@@ -44,6 +44,7 @@ from pdactors.policy import extents
 from pdactors.transport import Transport
 
 SWEEP_S = 0.05
+QUIET_S = 0.02
 
 
 class EngineActor(Actor):
@@ -156,8 +157,7 @@ class EngineActor(Actor):
             self._mind_memory(engine)
             step = engine.plan()
             if step is None:
-                self.check()
-                await self._wake.wait()
+                await self._idle()
                 continue
             try:
                 result = await loop.run_in_executor(self._thread, engine.run, step)
@@ -168,6 +168,15 @@ class EngineActor(Actor):
                 self._fail_step(engine, step, error)
                 continue
             self._publish(engine, engine.commit(step, result))
+
+    async def _idle(self) -> None:
+        """Wait for something to do, and check the books once it is quiet: others still hurry with what we just sent."""
+        try:
+            async with asyncio.timeout(QUIET_S):
+                await self._wake.wait()
+        except TimeoutError:
+            self.check()
+            await self._wake.wait()
 
     def _publish(self, engine: Engine, outcomes: list[Outcome]) -> None:
         """Send the step's tokens in one message, then move each sequence on."""

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pdactors.actors.actor import Actor
+from pdactors.actors.actor import GATEWAY, Actor
 from pdactors.actors.spec import ActorSpec
+from pdactors.errors import PDError
 from pdactors.messages import (
     Adopted,
     Cancel,
@@ -23,7 +24,9 @@ from pdactors.messages import (
     Inspected,
     Load,
     Member,
+    Message,
     Prefilled,
+    Rejected,
     Report,
     Role,
     Surveyed,
@@ -108,7 +111,10 @@ class Router(Actor):
 
     def joined(self, member: Member) -> None:
         former = self.members.get(member.name)
-        if former is not None and former.incarnation != member.incarnation:
+        if former is not None and former.incarnation == member.incarnation:  # it said Hello again
+            return
+        if former is not None:
+            self.liveness.forget(member.name)
             self._perform(self.dispatcher.lost(member.name, self.clock()))
         self.members[member.name] = member
         self.log.info("actor joined", peer=member.name, pid=member.pid)
@@ -139,15 +145,16 @@ class Router(Actor):
 
     def _fence(self, name: str) -> None:
         """Have a silent actor killed; it is lost when its supervisor says that it is dead."""
-        self.liveness.forget(name)
         member = self.members.get(name)
         if member is None or member.role == "supervisor":
+            self.liveness.forget(name)
             return
         reason = f"silent for {self.spec.config.router.dead_after_ms} ms"
         self.log.error("actor is silent", peer=name, reason=reason)
         for other in self.members.values():
             if other.role == "supervisor" and other.node == member.node:
-                self.tell(other.name, Fence(name, member.incarnation, reason))
+                if self.tell(other.name, Fence(name, member.incarnation, reason)):
+                    self.liveness.forget(name)
 
     def _on_exited(self, _sender: Member, message: Exited) -> None:
         member = self.members.get(message.name)
@@ -184,6 +191,14 @@ class Router(Actor):
     def _on_failed(self, sender: Member, message: Failed) -> None:
         self.log.warning("request failed", request=message.request, peer=sender.name, reason=message.message)
         self._perform(self.dispatcher.failed(sender.name, message, self.clock()))
+
+    def failed(self, message: Message, error: Exception) -> None:
+        """End the request that a failed message was about, here and at the gateway."""
+        request = getattr(message, "request", None)
+        if request is not None:
+            code = error.code if isinstance(error, PDError) else "internal"
+            self.tell(GATEWAY, Rejected(request, code, f"{self.spec.name}: {error}"))
+            self._perform(self.dispatcher.cancel(Cancel(request), self.clock()))
 
     def _perform(self, orders: list[Order]) -> None:
         for to, message in orders:

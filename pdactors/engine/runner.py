@@ -95,7 +95,7 @@ class Engine:
     def admit(self) -> list[Sequence]:
         """Take waiting sequences in, in order and interactive ones first, while there is room; return them."""
         admitted = []
-        for sequence in sorted(self.waiting, key=lambda s: not s.is_urgent):
+        for sequence in self._line():
             if len(self.running) >= self.limits.max_sequences or not self._take_in(sequence):
                 break
             self.waiting.remove(sequence)
@@ -120,7 +120,7 @@ class Engine:
         """Return how many blocks more would let the next waiting sequence in; 0 if none waits for memory."""
         if not self.waiting or len(self.running) >= self.limits.max_sequences:
             return 0
-        return max(0, self._blocks_needed(self.waiting[0]) - self.num_unreserved)
+        return max(0, self._blocks_needed(self._line()[0]) - self.num_unreserved)
 
     @property
     def num_unreserved(self) -> int:
@@ -172,6 +172,9 @@ class Engine:
         return StepTimes(round(float(times.mean()), 3), round(float(p50), 3), round(float(p99), 3))
 
     # ---- Private --------
+
+    def _line(self) -> list[Sequence]:
+        return sorted(self.waiting, key=lambda sequence: not sequence.is_urgent)
 
     def _blocks_needed(self, sequence: Sequence) -> int:
         """Return the blocks that it will own at most, beyond those that it can read."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import abc
 from dataclasses import dataclass, field
 
 from pdactors.messages import KVHandle, Sampling
@@ -17,7 +18,7 @@ class Sequence:
 
     request: str
     attempt: int
-    prompt: tuple[int, ...]
+    prompt: abc.Sequence[int]
     sampling: Sampling
     is_urgent: bool = True
     handle: KVHandle | None = None  # where KV that others computed lies

@@ -1,8 +1,4 @@
-"""The router's mind: the request table and what to do when something happens. Pure: stimulus in, orders out.
-
-    QUEUED --place--> PREFILLING --prefilled--> WAITING --decode has room--> ADOPTING --adopted--> DECODING
-       ^                  |                        |
-       +---prefill lost---+------------------------+      any stage: finished, failed, cancelled, timed out -> gone
+"""The router's mind: what follows from what happens. Pure: stimulus in, orders out; the table is in `requests.py`.
 
 A request that is gone is unknown, and whatever arrives for an unknown request or an old attempt is counted and dropped.
 """
@@ -11,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import NamedTuple
 
 from pdactors import errors
@@ -31,6 +26,7 @@ from pdactors.messages import (
     Release,
 )
 from pdactors.policy.placement import EngineView, Place, PlacementPolicy, choose_prefill, schedule_decode
+from pdactors.policy.requests import Assigned, Request, RequestTable, Stage
 
 MAX_ATTEMPTS = 3
 
@@ -40,48 +36,6 @@ class Order(NamedTuple):
 
     to: str
     message: Message
-
-
-class Stage(StrEnum):
-    QUEUED = "queued"
-    PREFILLING = "prefilling"
-    WAITING = "waiting"
-    ADOPTING = "adopting"
-    DECODING = "decoding"
-
-
-_LEGAL = {
-    Stage.QUEUED: {Stage.PREFILLING},
-    Stage.PREFILLING: {Stage.WAITING, Stage.QUEUED},
-    Stage.WAITING: {Stage.ADOPTING, Stage.QUEUED},
-    Stage.ADOPTING: {Stage.DECODING},
-    Stage.DECODING: set[Stage](),
-}
-
-
-@dataclass
-class Request:
-    """One request in flight. `holders` are the engines that may hold something for it."""
-
-    ask: Generate
-    gateway: str
-    arrived_s: float
-    attempt: int = 1
-    stage: Stage = Stage.QUEUED
-    prefill: str = ""
-    decode: str = ""
-    prefilled: Prefilled | None = None
-    holders: set[str] = field(default_factory=set)
-
-    def move(self, stage: Stage) -> None:
-        """Change the stage.
-
-        Raises:
-            InvariantError: the automaton above has no such arrow.
-        """
-        if stage not in _LEGAL[self.stage]:
-            raise errors.InvariantError(f"request {self.ask.request}: {self.stage} -> {stage} is not a legal move")
-        self.stage = stage
 
 
 @dataclass
@@ -115,10 +69,11 @@ class Dispatcher:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.requests: dict[str, Request] = {}  # in order of arrival
+        self.requests = RequestTable()
         self.engines: dict[str, Engine] = {}
         self.dropped: Counter[str] = Counter()
         self._turn = 0
+        self._num_asked = 0
         self._finished_at: list[float] = []
 
     # ---- The fleet --------
@@ -148,11 +103,12 @@ class Dispatcher:
         """Admit a request, or refuse it with the reason."""
         if ask.request in self.requests:
             return self._drop(ask)
-        request = Request(ask, gateway, now)
-        refusal = self._refusal(request, now)
+        self._num_asked += 1
+        request = Request(ask, gateway, now, self._num_asked)
+        refusal = self._refusal(ask, now)
         if refusal is not None:
             return [_rejected(request, refusal)]
-        self.requests[ask.request] = request
+        self.requests.add(request)
         return self._advance(now)
 
     def cancel(self, message: Cancel, now: float) -> list[Order]:
@@ -164,9 +120,12 @@ class Dispatcher:
         """The prompt is computed and leased: find a decode engine for it."""
         request = self._current(sender, message)
         if request is None or request.stage != Stage.PREFILLING:
-            return [*self._drop(message), Order(sender, Release(message.request, message.attempt))]
+            self._drop(message)
+            known = self.requests.get(message.request)
+            is_held = known is not None and known.attempt == message.attempt and sender in known.holders
+            return [] if is_held else [Order(sender, Release(message.request, message.attempt))]
         request.prefilled = message
-        request.move(Stage.WAITING)
+        self.requests.move(request, Stage.WAITING)
         return self._advance(now)
 
     def adopted(self, sender: str, message: Adopted) -> list[Order]:
@@ -174,13 +133,13 @@ class Dispatcher:
         request = self._current(sender, message)
         if request is None or request.stage != Stage.ADOPTING:
             return self._drop(message)
-        request.move(Stage.DECODING)
+        self.requests.move(request, Stage.DECODING)
         return []
 
     def finished(self, sender: str, message: Finished, now: float) -> list[Order]:
         """The sequence ended; everyone else lets go of it."""
         request = self._current(sender, message)
-        if request is None:
+        if request is None or request.stage == Stage.WAITING:
             return self._drop(message)
         request.holders.discard(sender)
         self._finished_at = [*self._finished_at[-63:], now]
@@ -211,32 +170,27 @@ class Dispatcher:
         """Hold the table against itself.
 
         Raises:
-            InvariantError: a stage lacks what it implies.
+            InvariantError: a stage lacks what it implies, or a queue or count is wrong.
         """
-        for name, request in self.requests.items():
-            if name != request.ask.request:
-                raise errors.InvariantError(f"request {request.ask.request} is filed under {name}")
-            if request.stage in (Stage.WAITING, Stage.ADOPTING, Stage.DECODING) and request.prefilled is None:
-                raise errors.InvariantError(f"request {name} is {request.stage} without a prefill")
-            if request.stage in (Stage.ADOPTING, Stage.DECODING) and not request.decode:
-                raise errors.InvariantError(f"request {name} is {request.stage} nowhere")
+        self.requests.check()
 
     # ---- Placement --------
 
     def _advance(self, now: float) -> list[Order]:
-        """Place whatever can be placed now, oldest first, interactive before batch."""
+        """Place whatever can be placed now, by rank; one that finds no room speaks for those behind it."""
         orders: list[Order] = []
-        full: set[Stage] = set()  # one that finds no room speaks for those behind it
-        open_requests = [r for r in self.requests.values() if r.stage in (Stage.QUEUED, Stage.WAITING)]
-        open_requests.sort(key=lambda r: r.ask.priority != "interactive")
-        for request in open_requests:
-            stage = request.stage
-            if stage in full:
-                continue
-            placed = self._place_prefill(request) if stage == Stage.QUEUED else self._place_decode(request)
+        sources = list(self.requests.waiting.values())
+        while sources:
+            queue = min(sources, key=lambda queue: queue.first.rank)
+            placed = self._place_decode(queue.first)
             orders += placed
+            if not placed or not queue:
+                sources.remove(queue)
+        while self.requests.queued:
+            placed = self._place_prefill(self.requests.queued.first)
             if not placed:
-                full.add(stage)
+                break
+            orders += placed
         return orders
 
     def _place_prefill(self, request: Request) -> list[Order]:
@@ -244,9 +198,7 @@ class Dispatcher:
         target = choose_prefill(self._views("prefill"), len(ask.prompt), decodes=self._views("decode"))
         if target is None:
             return []
-        request.prefill = target
-        request.holders.add(target)
-        request.move(Stage.PREFILLING)
+        self.requests.move(request, Stage.PREFILLING, target)
         message = Prefill(ask.request, request.attempt, ask.prompt, ask.sampling, ask.priority, ask.save_final_kv)
         return [Order(target, message)]
 
@@ -266,9 +218,7 @@ class Dispatcher:
         if decision is None:
             return []
         self._turn += 1
-        request.decode = decision.target
-        request.holders.add(decision.target)
-        request.move(Stage.ADOPTING)
+        self.requests.move(request, Stage.ADOPTING, decision.target)
         message = Decode(
             request=ask.request,
             attempt=request.attempt,
@@ -283,19 +233,13 @@ class Dispatcher:
         return [Order(decision.target, message)]
 
     def _views(self, role: str) -> list[EngineView]:
-        stages = (Stage.PREFILLING,) if role == "prefill" else (Stage.ADOPTING, Stage.DECODING)
-        requests: Counter[str] = Counter()
-        tokens: Counter[str] = Counter()
-        for request in self.requests.values():
-            if request.stage in stages:
-                name = self._engine_of(request)
-                requests[name] += 1
-                tokens[name] += len(request.ask.prompt)
-        return [
-            EngineView(name, engine.place, requests[name], engine.load.max_sequences, tokens[name])
-            for name, engine in self.engines.items()
-            if engine.member.role == role and engine.member.state == "ready"
-        ]
+        views = []
+        for name, engine in self.engines.items():
+            if engine.member.role == role and engine.member.state == "ready":
+                given = self.requests.assigned.get(name, _NOTHING)
+                room = engine.load.max_sequences
+                views.append(EngineView(name, engine.place, given.num_requests, room, given.num_tokens))
+        return views
 
     # ---- Endings --------
 
@@ -304,13 +248,12 @@ class Dispatcher:
         if request.attempt >= MAX_ATTEMPTS:
             return self._reject(request, errors.WorkerLost(f"{lost} was lost in attempt {request.attempt}"))
         request.attempt += 1
-        request.prefill, request.prefilled = "", None
-        request.move(Stage.QUEUED)
+        self.requests.move(request, Stage.QUEUED)
         return []
 
-    def _refusal(self, request: Request, now: float) -> errors.PDError | None:
+    def _refusal(self, ask: Generate, now: float) -> errors.PDError | None:
         """Say why a new request cannot be taken; None when it can."""
-        ask, limits = request.ask, self.limits
+        limits = self.limits
         if len(ask.prompt) >= limits.max_model_len:
             return errors.PromptTooLong(
                 f"prompt has {len(ask.prompt)} tokens; model.max_model_len {limits.max_model_len} leaves no room"
@@ -318,7 +261,7 @@ class Dispatcher:
         too_big = self._never_fits(len(ask.prompt), ask.sampling.max_tokens)
         if too_big is not None:
             return too_big
-        queued = sum(r.stage == Stage.QUEUED for r in self.requests.values())
+        queued = len(self.requests.queued)
         if queued >= limits.max_queue:
             wait_s = self._retry_after_s(queued, now)
             return errors.Overloaded(f"{queued} requests are waiting (router.max_queue)", retry_after_s=wait_s)
@@ -350,21 +293,21 @@ class Dispatcher:
         return [_rejected(request, error), *self._end(request)]
 
     def _end(self, request: Request) -> list[Order]:
-        del self.requests[request.ask.request]
+        self.requests.remove(request)
         return [Order(holder, Release(request.ask.request, request.attempt)) for holder in sorted(request.holders)]
-
-    def _engine_of(self, request: Request) -> str:
-        return request.prefill if request.stage == Stage.PREFILLING else request.decode
 
     def _current(self, sender: str, message: Prefilled | Adopted | Finished | Failed) -> Request | None:
         request = self.requests.get(message.request)
-        if request is None or request.attempt != message.attempt or sender not in request.holders:
+        if request is None or request.attempt != message.attempt or sender != request.engine:
             return None
         return request
 
     def _drop(self, message: Message) -> list[Order]:
         self.dropped[type(message).__name__] += 1
         return []
+
+
+_NOTHING = Assigned()
 
 
 def _rejected(request: Request, error: errors.PDError) -> Order:
