@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from pdactors.errors import BadRequest
+from pdactors.token_ids import TokenIds, from_wire, to_wire
 
 PROTOCOL_VERSION = 1
 
@@ -247,7 +248,7 @@ class Generate(Message, frozen=True):
     """Gateway: a client's request, tokenised."""
 
     request: str
-    prompt: tuple[TokenId, ...]
+    prompt: TokenIds
     sampling: Sampling
     priority: Priority = "interactive"
     deadline_s: float | None = None  # CLOCK_MONOTONIC
@@ -342,7 +343,7 @@ class Inspected(Message, frozen=True):
 class Prefill(Message, frozen=True):
     request: str
     attempt: int
-    prompt: tuple[TokenId, ...]
+    prompt: TokenIds
     sampling: Sampling
     priority: Priority = "interactive"
     save_final_kv: bool = True
@@ -354,7 +355,7 @@ class Decode(Message, frozen=True):
 
     request: str
     attempt: int
-    prompt: tuple[TokenId, ...]
+    prompt: TokenIds
     first_token: TokenId
     sampling: Sampling
     handle: KVHandle
@@ -606,9 +607,9 @@ ToClient: TypeAlias = ClientWelcome | ClientEvents | ClientPong
 
 T = TypeVar("T", bound=Message)
 
-_encoder = msgspec.msgpack.Encoder()
+_encoder = msgspec.msgpack.Encoder(enc_hook=to_wire)
 _event_encoder = msgspec.json.Encoder()
-control_decoder: msgspec.msgpack.Decoder[Control] = msgspec.msgpack.Decoder(Control)
+control_decoder: msgspec.msgpack.Decoder[Control] = msgspec.msgpack.Decoder(Control, dec_hook=from_wire)
 to_gateway_decoder: msgspec.msgpack.Decoder[ToGateway] = msgspec.msgpack.Decoder(ToGateway)
 to_client_decoder: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
 

@@ -76,6 +76,13 @@ def _actor(report: Report) -> dict[str, Any]:
             "leased_in": blocks.leased_in,
         },
         "step_ms": {"mean": step.mean, "p50": step.p50, "p99": step.p99},
+        "use": {
+            phase: {"flops_share": use.flops_share, "bandwidth_share": use.bandwidth_share}
+            for phase, use in (("prefill", report.load.prefill_use), ("decode", report.load.decode_use))
+            if use.num_steps
+        },
+        "prompt_tokens_computed": report.load.prompt_tokens_computed,
+        "preempted": report.load.num_preempted,
         "dropped": report.dropped,
     }
 

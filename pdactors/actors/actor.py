@@ -69,7 +69,8 @@ class Actor:
         self._peers: dict[Peer, Member] = {}  # admitted on our listener
         self._peer_of: dict[str, Peer] = {}
         self._channels: dict[str, Channel] = {}  # opened by us
-        self._hosts: dict[str, Member] = {}  # who welcomed us on our channels
+        self._targets: dict[str, Member] = {}  # whom the fleet's news made us open them to
+        self._hosts: dict[str, Member] = {}  # who welcomed us on them
         self._stop = asyncio.Event()
         self._fatal: BaseException | None = None
         self._tasks: asyncio.TaskGroup | None = None
@@ -302,14 +303,16 @@ class Actor:
     def _on_fleet(self, _sender: Member, fleet: Fleet) -> None:
         self.fleet = fleet
         for member in fleet.members:
-            known = self._hosts.get(member.name)
             if not member.address or not self.wants(member):
                 continue
-            if known is not None and known.incarnation != member.incarnation:  # a successor: start afresh
+            former = self._targets.get(member.name)
+            if former is not None and former.incarnation == member.incarnation:
+                continue
+            if former is not None:  # a successor: start afresh
                 self._channels.pop(member.name).abort()
-                del self._hosts[member.name]
-            if member.name not in self._channels:
-                self.connect(member.name, member.address)
+                self._hosts.pop(member.name, None)
+            self._targets[member.name] = member
+            self.connect(member.name, member.address)
 
     # ---- Handling --------
 

@@ -50,6 +50,7 @@ from pdactors.messages import (
 from pdactors.transport import Transport
 
 SWEEP_S = 0.05
+QUIET_S = 0.02
 STALL_S = 0.1  # a batch without room for its next step waits so long before the waiting ones give their leases back
 
 
@@ -136,9 +137,7 @@ class EngineActor(Actor):
             self._between_steps()
             step = engine.plan()
             if step is None:
-                self._mind_stall()
-                self.check()
-                await self._wake.wait()
+                await self._idle()
                 if not engine.running:
                     await self._fill_batch()
                 idle_since = self.clock()
@@ -159,6 +158,16 @@ class EngineActor(Actor):
             if slow is not None:
                 self.log.warning("slow decode step", **slow)
             self._publish(engine.commit(step, result))
+
+    async def _idle(self) -> None:
+        """Wait for something to do, and check the books once it is quiet: others still hurry with what we just sent."""
+        self._mind_stall()
+        try:
+            async with asyncio.timeout(QUIET_S):
+                await self._wake.wait()
+        except TimeoutError:
+            self.check()
+            await self._wake.wait()
 
     def _between_steps(self) -> None:
         while self._commands:
@@ -319,6 +328,8 @@ class EngineActor(Actor):
                 self.log.warning("lease expired", request=ended.request, attempt=ended.attempt)
         if self._stalled_since is not None:
             self._wake.set()
+        if new := self.extents.unmapped():
+            self.spawn(self.extents.map_ahead(new))
 
     def _renew(self) -> None:
         """Keep what is read; fail what was lost before it is read again."""

@@ -35,6 +35,7 @@ class ExtentKeeper:
         self._num_wanted = 0
         self._asked_s = 0.0
         self._grew = asyncio.Event()
+        self._mapped: set[int] = set()  # extents of others
 
     def take_over(self) -> None:
         """Use what a predecessor in this slot had."""
@@ -70,6 +71,17 @@ class ExtentKeeper:
                 self._pool.add_extent(blocks)
         self._num_wanted = 0
         self._grew.set()
+
+    def unmapped(self) -> list[int]:
+        """Return the extents that others were given since the last call."""
+        new = [extent for extent in self._arena.extents_of_others(self._slot) if extent not in self._mapped]
+        self._mapped.update(new)
+        return new
+
+    async def map_ahead(self, new: list[int]) -> None:
+        """Map extents of others: a page fault is dear, and would be met by the step that reads a prompt."""
+        for extent in new:
+            await asyncio.to_thread(self._arena.map_ahead, extent)
 
     def give_back(self, count: int, spare: int) -> None:
         """Return up to `count` extents that hold nothing live, out of `spare` blocks that nobody claims."""

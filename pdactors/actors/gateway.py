@@ -36,6 +36,7 @@ from pdactors.messages import (
     Tokens,
 )
 from pdactors.text.tokenizer import Tokenizer
+from pdactors.token_ids import TokenIds
 from pdactors.transport import Transport
 
 LONG_TEXT = 20_000  # characters that are tokenised aside, so that the loop goes on
@@ -141,6 +142,10 @@ class Gateway(Actor):
         except PDError as error:
             self._fail(answer, error)
             return
+        except Exception as error:  # the request ends with it, the gateway goes on
+            self.log.exception("tokenising failed", request=answer.request)
+            self._fail(answer, PDError(f"tokenising failed: {error}"))
+            return
         if answer.request in self.answers:  # it may have been cancelled meanwhile
             self._forward(answer, lambda: prompt)
 
@@ -164,7 +169,8 @@ class Gateway(Actor):
             return
         deadline_s = answer.arrived_s + body.deadline_ms / 1000 if body.deadline_ms is not None else None
         sampling = body.sampling(min(body.max_tokens, room))
-        self.tell(ROUTER, Generate(answer.request, prompt, sampling, body.priority, deadline_s, body.save_final_kv))
+        ask = Generate(answer.request, TokenIds.of(prompt), sampling, body.priority, deadline_s, body.save_final_kv)
+        self.tell(ROUTER, ask)
 
     def _tokenise(self, body: RequestBody) -> tuple[int, ...]:
         """Return the prompt's token ids.
@@ -221,8 +227,10 @@ class Gateway(Actor):
     # ---- Endings --------
 
     def _finish(self, answer: Answer, finish: FinishReason) -> None:
+        """End an answer; one that its client left while a token was written is over already."""
+        if self.answers.pop(answer.request, None) is None:
+            return
         done = answer.done(finish, self.clock())
-        del self.answers[answer.request]
         self.log.info(
             "request done",
             request=answer.request,

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from pdactors.actors import blueprint
-from pdactors.actors.blueprint import Run
+from pdactors.actors.blueprint import ArenaPlan, Run
 from pdactors.actors.discovery import Ready, remove_ready_file, write_ready_file
 from pdactors.actors.spec import ActorSpec, Descriptors, ModelSpec
 from pdactors.actors.supervisor import Supervisor
@@ -65,16 +65,7 @@ def _prepare(
     node = config.node_named(config.router.node)
     arena_plan = blueprint.plan_arena(config, node, shape)
     layout = arena_plan.layout
-    arena = opened.enter_context(
-        Arena.create(
-            layout,
-            arena_plan.num_blocks,
-            extent_blocks=arena_plan.extent_blocks,
-            num_slots=arena_plan.num_slots,
-            leases_per_slot=arena_plan.leases_per_slot,
-            max_lease_blocks=arena_plan.max_lease_blocks,
-        )
-    )
+    arena = opened.enter_context(_create(arena_plan))
     control = opened.enter_context(_bound("router.control", config.router.control))
     tcp = opened.enter_context(_bound("listen.tcp", config.listen.tcp)) if config.listen.tcp else None
     zmq = opened.enter_context(_bound("listen.zmq", config.listen.zmq)) if config.listen.zmq else None
@@ -126,6 +117,17 @@ def _prepare(
     actors = blueprint.plan_actors(run, node, fds)
     me = _supervisor_spec(actors[0], node.name)
     return lambda: Supervisor(me, transport_for(run.control), actors, tell_ready, addresses=addresses)
+
+
+def _create(plan: ArenaPlan) -> Arena:
+    return Arena.create(
+        plan.layout,
+        plan.num_blocks,
+        extent_blocks=plan.extent_blocks,
+        num_slots=plan.num_slots,
+        leases_per_slot=plan.leases_per_slot,
+        max_lease_blocks=plan.max_lease_blocks,
+    )
 
 
 def _supervisor_spec(some_actor: ActorSpec, node: str) -> ActorSpec:

@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 MAX_LINE_BYTES = 1 << 20
 MAX_UNREAD_BYTES = 4 << 20  # what a client may leave unread before it is cut off
 MAX_REQUESTS = 1024  # in flight on one connection
+LAST_WORDS_S = 2.0  # how long a client that is about to be closed may go on sending
+
+
+class _Head(msgspec.Struct, frozen=True):
+    """What is read of an object before anything else, whatever the rest is."""
+
+    id: Any = None
+    cancel: Any = msgspec.UNSET
 
 
 class _Cancel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,10 +41,14 @@ class _Auth(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token: str
 
 
-_any_decoder: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
+_head_decoder = msgspec.json.Decoder(_Head)
 _body_decoder = msgspec.json.Decoder(RequestBody)
 _cancel_decoder = msgspec.json.Decoder(_Cancel)
 _auth_decoder = msgspec.json.Decoder(_Auth)
+
+
+class LineTooLong(BadRequest):
+    """The line protocol's connection ends here."""
 
 
 class LineServer:
@@ -85,8 +97,8 @@ class LineConnection:
         try:
             while (line := await self._next_line()) is not None:
                 await self._take(line)
-        except Unauthorized as error:
-            self._send_error(None, error)
+        except (Unauthorized, LineTooLong) as error:
+            await self._turn_away(error)
         except (ConnectionError, TimeoutError):
             pass
         finally:
@@ -99,7 +111,7 @@ class LineConnection:
             self._writer.close()
 
     async def _next_line(self) -> bytes | None:
-        """Return the next line without its end; None at the end of input, or after a line that is too long."""
+        """Return the next line without its end; None at the end of input. Raises LineTooLong."""
         try:
             line = await self._reader.readuntil(b"\n")
         except asyncio.IncompleteReadError as error:
@@ -107,9 +119,20 @@ class LineConnection:
             if not line:
                 return None
         except asyncio.LimitOverrunError:
-            self._send_error(None, BadRequest(f"line: longer than {MAX_LINE_BYTES} bytes"))
-            return None
+            raise LineTooLong(f"line: longer than {MAX_LINE_BYTES} bytes") from None
         return line.removesuffix(b"\n").removesuffix(b"\r")
+
+    async def _turn_away(self, error: PDError) -> None:
+        """Send a last error, and drop what still comes: closing with unread input would reset the connection."""
+        self._cancel_all()
+        self._send_error(None, error)
+        try:
+            self._writer.write_eof()
+            async with asyncio.timeout(LAST_WORDS_S):
+                while await self._reader.read(1 << 16):
+                    pass
+        except (OSError, TimeoutError):
+            pass  # it was told
 
     async def _take(self, line: bytes) -> None:
         is_json = line.lstrip().startswith(b"{")
@@ -134,12 +157,12 @@ class LineConnection:
     def _take_json(self, line: bytes) -> None:
         id: RequestId | None = None
         try:
-            fields = _any_decoder.decode(line)
-            if "cancel" in fields:
+            head = _head_decoder.decode(line)
+            if head.cancel is not msgspec.UNSET:
                 self._cancel(_cancel_decoder.decode(line).cancel)
                 return
-            if isinstance(fields.get("id"), str | int) and not isinstance(fields.get("id"), bool):
-                id = fields["id"]
+            if isinstance(head.id, str | int) and not isinstance(head.id, bool):
+                id = head.id
             body = _body_decoder.decode(line)
             id = self._new_id(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pdactors.actors.actor import Actor
+from pdactors.actors.actor import GATEWAY, Actor
 from pdactors.actors.spec import ENGINES, ActorSpec
+from pdactors.errors import PDError
+from pdactors.kv.prefix import cache_key
 from pdactors.messages import (
     Adopted,
+    CacheChanged,
     Cancel,
     Drain,
     Exited,
@@ -23,7 +26,10 @@ from pdactors.messages import (
     Inspected,
     Load,
     Member,
+    Message,
+    Pinned,
     Prefilled,
+    Rejected,
     Report,
     Surveyed,
 )
@@ -58,6 +64,7 @@ class Router(Actor):
                 max_model_len=spec.model.max_model_len,
                 max_queue=config.router.max_queue,
                 request_timeout_s=config.router.request_timeout_s,
+                prefix_key=cache_key(spec.model.fingerprint, spec.layout.fingerprint),
                 policy=config.router.policy,
                 max_distance=config.router.max_distance,
             )
@@ -71,6 +78,8 @@ class Router(Actor):
         self.accept(Drain, self._on_drain, "supervisor")
         self.accept(Generate, self._on_generate, "gateway")
         self.accept(Cancel, self._on_cancel, "gateway")
+        self.accept(CacheChanged, self._on_cache_changed, *ENGINES)
+        self.accept(Pinned, self._on_pinned, *ENGINES)
         self.accept(Prefilled, self._on_prefilled, "prefill")
         self.accept(Adopted, self._on_adopted, "decode")
         self.accept(Finished, self._on_finished, *ENGINES)
@@ -106,7 +115,10 @@ class Router(Actor):
 
     def joined(self, member: Member) -> None:
         former = self.members.get(member.name)
-        if former is not None and former.incarnation != member.incarnation:
+        if former is not None and former.incarnation == member.incarnation:  # it said Hello again
+            return
+        if former is not None:
+            self.liveness.forget(member.name)
             self._perform(self.dispatcher.lost(member.name, self.clock()))
         self.members[member.name] = member
         self.log.info("actor joined", peer=member.name, pid=member.pid)
@@ -137,15 +149,16 @@ class Router(Actor):
 
     def _fence(self, name: str) -> None:
         """Have a silent actor killed; it is lost when its supervisor says that it is dead."""
-        self.liveness.forget(name)
         member = self.members.get(name)
         if member is None or member.role == "supervisor":
+            self.liveness.forget(name)
             return
         reason = f"silent for {self.spec.config.router.dead_after_ms} ms"
         self.log.error("actor is silent", peer=name, reason=reason)
         for other in self.members.values():
             if other.role == "supervisor" and other.node == member.node:
-                self.tell(other.name, Fence(name, member.incarnation, reason))
+                if self.tell(other.name, Fence(name, member.incarnation, reason)):
+                    self.liveness.forget(name)
 
     def _on_exited(self, _sender: Member, message: Exited) -> None:
         member = self.members.get(message.name)
@@ -170,6 +183,12 @@ class Router(Actor):
     def _on_cancel(self, _sender: Member, message: Cancel) -> None:
         self._perform(self.dispatcher.cancel(message, self.clock()))
 
+    def _on_cache_changed(self, sender: Member, message: CacheChanged) -> None:
+        self.dispatcher.cache_changed(sender.name, message)
+
+    def _on_pinned(self, sender: Member, message: Pinned) -> None:
+        self._perform(self.dispatcher.pinned(sender.name, message))
+
     def _on_prefilled(self, sender: Member, message: Prefilled) -> None:
         self._perform(self.dispatcher.prefilled(sender.name, message, self.clock()))
 
@@ -182,6 +201,14 @@ class Router(Actor):
     def _on_failed(self, sender: Member, message: Failed) -> None:
         self.log.warning("request failed", request=message.request, peer=sender.name, reason=message.message)
         self._perform(self.dispatcher.failed(sender.name, message, self.clock()))
+
+    def failed(self, message: Message, error: Exception) -> None:
+        """End the request that a failed message was about, here and at the gateway."""
+        request = getattr(message, "request", None)
+        if request is not None:
+            code = error.code if isinstance(error, PDError) else "internal"
+            self.tell(GATEWAY, Rejected(request, code, f"{self.spec.name}: {error}"))
+            self._perform(self.dispatcher.cancel(Cancel(request), self.clock()))
 
     def _perform(self, orders: list[Order]) -> None:
         for to, message in orders:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pdactors.cli.options import cluster_options, zmq_address
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 
 @click.command("status")
@@ -23,18 +26,24 @@ def command(zmq: str | None, ready_file: Path | None, token: str, as_json: bool)
     if as_json:
         click.echo(json.dumps(found))
     else:
-        _show(found)
+        from rich.console import Console
+
+        Console().print(view(found))
 
 
-def _show(found: dict[str, Any]) -> None:
-    from rich.console import Console
+def view(found: dict[str, Any]) -> Group:
+    """Lay the answer out for a terminal of 80 columns; the actors' names give way where it is narrower."""
+    from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=f"run {found['run_id']}  {found['mode']}  {found['model']}", title_justify="left")
-    for column in ("actor", "state", "pid"):
-        table.add_column(column)
-    for column in ("run", "wait", "KV total", "free", "cached", "used", "lent", "borrowed", "step p50 ms"):
-        table.add_column(column, justify="right")
+    has_racks = len({actor["rack"] for actor in found["actors"]}) > 1
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("actor", overflow="fold")
+    for column in ("state", "pid", "rack") if has_racks else ("state", "pid"):
+        table.add_column(column, no_wrap=True)
+    for column in ("run", "wait", "KV\nblocks", "free", "cached", "used", "lent\nout", "lent\nin", "step\nms"):
+        table.add_column(column, justify="right", no_wrap=True)
     for actor in found["actors"]:
         kv, step = actor["kv_blocks"], actor["step_ms"]
         counts = [kv[name] for name in ("total", "free", "cached", "used", "leased_out", "leased_in")]
@@ -42,12 +51,24 @@ def _show(found: dict[str, Any]) -> None:
             actor["name"],
             actor["state"],
             str(actor["pid"]),
+            *([actor["rack"]] if has_racks else []),
             str(actor["running"]),
             str(actor["waiting"]),
             *(str(count) if kv["total"] else "" for count in counts),
             f"{step['p50']:.1f}" if step["p50"] else "",
         )
-    console = Console()
-    console.print(table)
-    for name in found["silent"]:
-        console.print(f"{name} did not answer", style="red")
+    return Group(
+        Text(f"run {found['run_id']}, {found['mode']}, model {found['model']}"),
+        table,
+        *(Text(_use(actor), style="dim") for actor in found["actors"] if actor["use"]),
+        *(Text(f"{name} did not answer", style="red") for name in found["silent"]),
+    )
+
+
+def _use(actor: dict[str, Any]) -> str:
+    """Say how much of the machine each phase of an engine uses."""
+    parts = [
+        f"{phase} {use['flops_share']:.0%} of FLOP/s, {use['bandwidth_share']:.0%} of bandwidth"
+        for phase, use in actor["use"].items()
+    ]
+    return f"{actor['name']}: {'; '.join(parts)}"

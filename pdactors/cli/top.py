@@ -19,18 +19,18 @@ def command(zmq: str | None, ready_file: Path | None, token: str, interval: floa
     from rich.console import Console
     from rich.live import Live
 
-    from pdactors.cli.status import table
+    from pdactors.cli.status import view
     from pdactors.client import Client
 
     console = Console()
     with Client(zmq_address(zmq, ready_file), token=token) as client:
         if once:
-            console.print(table(client.status()))
+            console.print(view(client.status()))
             return
         try:
-            with Live(table(client.status()), console=console, auto_refresh=False, screen=console.is_terminal) as live:
+            with Live(view(client.status()), console=console, auto_refresh=False, screen=console.is_terminal) as live:
                 while True:
                     time.sleep(interval)
-                    live.update(table(client.status()), refresh=True)
+                    live.update(view(client.status()), refresh=True)
         except KeyboardInterrupt:
             pass

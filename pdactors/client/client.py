@@ -6,16 +6,19 @@ Leaving a stream early, or closing the client, cancels. Every failure is a `PDEr
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
 import itertools
 import secrets
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeVar, cast
 
 import msgspec
 
-from pdactors.errors import BadRequest, ConnectionLost, PDError, error_for
+from pdactors.errors import BadRequest, ConnectionLost, PDError, Unauthorized, error_for
 from pdactors.messages import (
     PROTOCOL_VERSION,
     AnswerEvent,
@@ -74,6 +77,7 @@ class AsyncClient:
         self._transport: Transport | None = None
         self._channel: Channel | None = None
         self._welcomed: asyncio.Future[str] | None = None
+        self._is_known = False  # the gateway that we talk to has welcomed us
         self._pinging: asyncio.Task[None] | None = None
         self._inboxes: dict[RequestId, asyncio.Queue[AnyEvent | PDError]] = {}
         self._ids = itertools.count(1)
@@ -89,8 +93,8 @@ class AsyncClient:
         loop = asyncio.get_running_loop()
         self._transport = transport_for(self._address)
         self._welcomed = loop.create_future()
-        self._channel = self._transport.connect(self._address, secrets.token_bytes(12), self._receive)
         try:
+            self._channel = self._transport.connect(self._address, secrets.token_bytes(12), self._receive)
             self._send(ClientHello(PROTOCOL_VERSION, self._token))
             async with asyncio.timeout(self._connect_timeout_s):
                 await self._welcomed
@@ -136,9 +140,10 @@ class AsyncClient:
         Raises:
             PDError: one of its children, by the code that the cluster gave.
         """
-        async for event in self.events(prompt, messages=messages, **options):
-            if isinstance(event, TokenEvent):
-                yield event
+        async with aclosing(self.events(prompt, messages=messages, **options)) as events:
+            async for event in events:
+                if isinstance(event, TokenEvent):
+                    yield event
 
     async def events(
         self, prompt: str | None = None, *, messages: Messages | None = None, **options: Any
@@ -160,8 +165,9 @@ class AsyncClient:
             raise
         finally:
             self._inboxes.pop(body.id, None)
-            if not is_over and self._transport is not None:
-                self._send(ClientCancel(body.id))
+            if not is_over:
+                with contextlib.suppress(PDError):  # closing cancels too, and so does the gateway's loss
+                    self._send(ClientCancel(body.id))
 
     async def generate(
         self, prompt: str | None = None, *, messages: Messages | None = None, **options: Any
@@ -202,7 +208,11 @@ class AsyncClient:
     def _send(self, message: Message) -> None:
         if self._channel is None or self._transport is None:
             raise ConnectionLost("the client is not connected")
-        self._channel.send(encode(message))
+        try:
+            frames = encode(message)
+        except (TypeError, ValueError, OverflowError) as error:  # only a request holds what its user made
+            raise BadRequest(f"the request cannot be encoded: {error}") from error
+        self._channel.send(frames)
 
     def _receive(self, _peer: Peer, frames: list[bytes]) -> None:
         self._heard_s = asyncio.get_running_loop().time()
@@ -212,6 +222,7 @@ class AsyncClient:
             self._break(ConnectionLost(f"the gateway sends what this client does not know: {error.message}"))
             return
         if isinstance(message, ClientWelcome):
+            self._is_known = True
             if self._welcomed is not None and not self._welcomed.done():
                 self._welcomed.set_result(message.run_id)
         elif isinstance(message, ClientEvents):
@@ -220,7 +231,13 @@ class AsyncClient:
 
     def _deliver(self, event: AnyEvent) -> None:
         if event.id is None and isinstance(event, ErrorEvent):
-            self._break(_error(event))
+            error = _error(event)
+            if isinstance(error, Unauthorized) and self._is_known:  # it did know us, so it is another one
+                self._is_known = False
+                error = ConnectionLost("the gateway was restarted; what was in flight is lost")
+                with contextlib.suppress(PeerGone, Busy):  # the next ping brings us here again
+                    self._send(ClientHello(PROTOCOL_VERSION, self._token))
+            self._break(error)
         elif event.id in self._inboxes:
             self._inboxes[event.id].put_nowait(event)
 
@@ -253,6 +270,7 @@ class Client:
         self._thread.start()
         self._client = AsyncClient(address, token=token, connect_timeout_s=connect_timeout_s)
         self._is_closed = False
+        atexit.register(self.close)  # a stream that is left open at exit must not wait for a loop that is gone
         try:
             self._wait(self._client.connect())
         except BaseException:
@@ -261,13 +279,13 @@ class Client:
 
     def stream(
         self, prompt: str | None = None, *, messages: Messages | None = None, **options: Any
-    ) -> Iterator[TokenEvent]:
+    ) -> Generator[TokenEvent, None, None]:
         """Yield each token as it is generated; see `AsyncClient.stream`."""
         return self._iterate(self._client.stream(prompt, messages=messages, **options))
 
     def events(
         self, prompt: str | None = None, *, messages: Messages | None = None, **options: Any
-    ) -> Iterator[TokenEvent | DoneEvent]:
+    ) -> Generator[TokenEvent | DoneEvent, None, None]:
         """Yield the tokens and, last, the end with usage and timing."""
         return self._iterate(self._client.events(prompt, messages=messages, **options))
 
@@ -287,8 +305,11 @@ class Client:
         """Cancel what is under way and disconnect; idempotent."""
         if self._is_closed:
             return
-        self._is_closed = True
-        self._wait(self._client.close())
+        atexit.unregister(self.close)
+        try:
+            self._wait(self._client.close())
+        finally:
+            self._is_closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -299,25 +320,28 @@ class Client:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _iterate(self, events: AsyncGenerator[T, None]) -> Iterator[T]:
+    def _iterate(self, events: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+        async def following() -> T:
+            return await anext(events)
+
         try:
             while True:
                 try:
-                    yield self._wait(anext(events))
+                    yield self._wait(following())
                 except StopAsyncIteration:
                     return
         finally:
             if not self._is_closed:
                 self._wait(events.aclose())
 
-    def _wait(self, awaitable: Awaitable[T]) -> T:
-        if self._thread is threading.current_thread():
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the loop's thread; an interrupted wait cancels it."""
+        if self._is_closed or self._thread is threading.current_thread():
+            coroutine.close()
+            if self._is_closed:
+                raise ConnectionLost("the client is closed")
             raise RuntimeError("a Client cannot be used from its own callbacks")
-
-        async def wait() -> T:
-            return await awaitable
-
-        future = asyncio.run_coroutine_threadsafe(wait(), self._loop)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
         except BaseException:

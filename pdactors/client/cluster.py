@@ -9,12 +9,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
 from pdactors.actors.discovery import Ready, read_ready_file
 from pdactors.errors import ConnectionLost
 
 STOP_TIMEOUT_S = 15.0
+LAST_WORDS_BYTES = 4000  # of a log, in an error
 
 
 class Cluster:
@@ -36,11 +37,7 @@ class Cluster:
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
-        try:
-            self.process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        _end(self.process)
 
     def __enter__(self) -> Self:
         return self
@@ -79,11 +76,11 @@ def launch(
         try:
             _await_file(ready_file, process, timeout_s)
             return Cluster(process, write_end, read_ready_file(ready_file))
-        except BaseException:
+        except BaseException as error:
             os.close(write_end)
-            process.wait(STOP_TIMEOUT_S)
-            log.seek(0)
-            sys.stderr.write(log.read().decode(errors="replace"))
+            _end(process)
+            if isinstance(error, ConnectionLost):
+                raise ConnectionLost(f"{error.message}{_last_words(log)}") from None
             raise
 
 
@@ -95,3 +92,18 @@ def _await_file(path: Path, process: subprocess.Popen[bytes], timeout_s: float) 
         if time.monotonic() > deadline:
             raise ConnectionLost(f"the cluster was not ready within {timeout_s:.0f} s")
         time.sleep(0.02)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a cluster whose lifeline was cut."""
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _last_words(log: IO[bytes]) -> str:
+    log.seek(max(0, log.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
+    text = log.read().decode(errors="replace").strip()
+    return f"; it said last:\n{text}" if text else ""

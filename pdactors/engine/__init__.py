@@ -1,0 +1,1 @@
+"""The model side: load, step, sample. The home of torch and transformers."""

@@ -116,7 +116,7 @@ class Engine:
         if not self.waiting:
             return admitted
         coming = self._digests_under_way()
-        for sequence in sorted(self.waiting, key=lambda s: not s.is_urgent):
+        for sequence in self._line():
             if len(self.running) >= self.limits.max_sequences:
                 break
             num_known = self._find(sequence)
@@ -172,7 +172,7 @@ class Engine:
         """Return how many blocks more would let everyone run on and the next waiting sequence in."""
         needed = sum(map(self._lacks_block, self.running))
         if self.waiting and len(self.running) < self.limits.max_sequences:
-            needed += self._blocks_needed(self.waiting[0]) + len(self.running)
+            needed += self._blocks_needed(self._line()[0]) + len(self.running)
         return max(0, needed - self.num_unreserved)
 
     @property
@@ -222,6 +222,9 @@ class Engine:
         return outcomes
 
     # ---- Admission --------
+
+    def _line(self) -> list[Sequence]:
+        return sorted(self.waiting, key=lambda sequence: not sequence.is_urgent)
 
     def _find(self, sequence: Sequence) -> int:
         """Build the table of what can be read without computing it; return its number of blocks.

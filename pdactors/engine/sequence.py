@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import abc
 from dataclasses import dataclass, field
 
 from pdactors.messages import KVHandle, Lease, Sampling, Segment
@@ -19,7 +20,7 @@ class Sequence:
 
     request: str
     attempt: int
-    prompt: tuple[int, ...]
+    prompt: abc.Sequence[int]
     sampling: Sampling
     is_urgent: bool = True
     saves_kv: bool = True  # generated KV stays in the prefix cache

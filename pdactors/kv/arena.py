@@ -32,7 +32,7 @@ _HEADER = struct.Struct("<8sI16s5Q")
 _PAGE = 4096
 _HUGE_PAGE = 2 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -160,6 +160,10 @@ class Arena:
         """Return the extents that a slot owns."""
         return np.flatnonzero(self._extents == slot + 1).tolist()
 
+    def extents_of_others(self, slot: int) -> list[int]:
+        """Return the extents that slots other than this one own."""
+        return np.flatnonzero((self._extents != 0) & (self._extents != slot + 1)).tolist()
+
     def blocks_of_extent(self, extent: int) -> range:
         """Return the blocks of an extent; the last extent may be short."""
         first = self._checked(extent) * self.extent_blocks
@@ -171,17 +175,13 @@ class Arena:
         Raises:
             PDError: the kernel has no memory for it.
         """
-        address = self._payload.ctypes.data
-        if not self._is_advised:
-            self._is_advised = True
-            _libc.madvise(address, self._payload.nbytes, mmap.MADV_HUGEPAGE)  # advice; may be refused
-        blocks = self.blocks_of_extent(extent)
-        start = address + blocks.start * self.layout.block_bytes // _PAGE * _PAGE
-        end = _align(address + blocks.stop * self.layout.block_bytes, _PAGE)
-        if _libc.madvise(start, end - start, _MADV_POPULATE_WRITE) != 0:
-            code = ctypes.get_errno()
-            if code != errno.EINVAL:  # a kernel that does not know it backs pages at their first use
-                raise PDError(f"no memory for extent {extent} ({end - start} bytes): {os.strerror(code)}")
+        code = self._advise(extent, _MADV_POPULATE_WRITE)
+        if code not in (0, errno.EINVAL):  # a kernel that does not know it backs pages at their first use
+            raise PDError(f"no memory for extent {extent}: {os.strerror(code)}")
+
+    def map_ahead(self, extent: int) -> None:
+        """Enter another's extent into this process's page table, so that reading it does not fault. Only advice."""
+        self._advise(extent, _MADV_POPULATE_READ)
 
     def copy_block(self, src: int, dst: int, num_tokens: int) -> None:
         """Copy the first `num_tokens` tokens of a block, all layers and heads.
@@ -212,6 +212,17 @@ class Arena:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _advise(self, extent: int, advice: int) -> int:
+        """Advise the kernel about the pages of an extent; return its errno, 0 if it did as it was asked."""
+        address = self._payload.ctypes.data
+        if not self._is_advised:
+            self._is_advised = True
+            _libc.madvise(address, self._payload.nbytes, mmap.MADV_HUGEPAGE)  # may be refused
+        blocks = self.blocks_of_extent(extent)
+        start = address + blocks.start * self.layout.block_bytes // _PAGE * _PAGE
+        end = _align(address + blocks.stop * self.layout.block_bytes, _PAGE)
+        return 0 if _libc.madvise(start, end - start, advice) == 0 else ctypes.get_errno()
 
     def _checked(self, extent: int) -> int:
         if not 0 <= extent < self.num_extents:

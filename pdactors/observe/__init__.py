@@ -1,0 +1,1 @@
+"""What a running cluster shows: metrics and timelines."""

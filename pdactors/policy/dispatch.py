@@ -1,8 +1,4 @@
-"""The router's mind: the request table and what to do when something happens. Pure: stimulus in, orders out.
-
-    QUEUED --place--> PREFILLING --prefilled--> WAITING --decode has room--> ADOPTING --adopted--> DECODING
-       ^                  |                        |
-       +---prefill lost---+------------------------+      any stage: finished, failed, cancelled, timed out -> gone
+"""The router's mind: what follows from what happens. Pure: stimulus in, orders out; the table is in `requests.py`.
 
 A request that is gone is unknown, and whatever arrives for an unknown request or an old attempt is counted and dropped.
 """
@@ -10,14 +6,16 @@ A request that is gone is unknown, and whatever arrives for an unknown request o
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from pdactors import errors
+from pdactors.kv.prefix import chain
 from pdactors.messages import (
     Adopted,
+    CacheChanged,
     Cancel,
+    CopyOut,
     Decode,
     Failed,
     Finished,
@@ -25,14 +23,20 @@ from pdactors.messages import (
     Load,
     Member,
     Message,
+    Pin,
+    Pinned,
     Prefill,
     Prefilled,
     Rejected,
     Release,
 )
 from pdactors.policy.placement import EngineView, Place, PlacementPolicy, choose_prefill, schedule_decode
+from pdactors.policy.prefix_index import PrefixIndex
+from pdactors.policy.requests import Assigned, Request, RequestTable, Stage
 
 MAX_ATTEMPTS = 3
+PIN_TIMEOUT_S = 1.0  # an owner that does not answer in time lends nothing
+FIRST_ROLES = ("prefill", "worker")  # who computes prompts
 
 
 class Order(NamedTuple):
@@ -40,48 +44,6 @@ class Order(NamedTuple):
 
     to: str
     message: Message
-
-
-class Stage(StrEnum):
-    QUEUED = "queued"
-    PREFILLING = "prefilling"
-    WAITING = "waiting"
-    ADOPTING = "adopting"
-    DECODING = "decoding"
-
-
-_LEGAL = {
-    Stage.QUEUED: {Stage.PREFILLING},
-    Stage.PREFILLING: {Stage.WAITING, Stage.QUEUED},
-    Stage.WAITING: {Stage.ADOPTING, Stage.QUEUED},
-    Stage.ADOPTING: {Stage.DECODING},
-    Stage.DECODING: set[Stage](),
-}
-
-
-@dataclass
-class Request:
-    """One request in flight. `holders` are the engines that may hold something for it."""
-
-    ask: Generate
-    gateway: str
-    arrived_s: float
-    attempt: int = 1
-    stage: Stage = Stage.QUEUED
-    prefill: str = ""
-    decode: str = ""
-    prefilled: Prefilled | None = None
-    holders: set[str] = field(default_factory=set)
-
-    def move(self, stage: Stage) -> None:
-        """Change the stage.
-
-        Raises:
-            InvariantError: the automaton above has no such arrow.
-        """
-        if stage not in _LEGAL[self.stage]:
-            raise errors.InvariantError(f"request {self.ask.request}: {self.stage} -> {stage} is not a legal move")
-        self.stage = stage
 
 
 @dataclass
@@ -105,6 +67,7 @@ class Limits:
     max_model_len: int
     max_queue: int
     request_timeout_s: float
+    prefix_key: bytes
     policy: PlacementPolicy = "locality"
     max_distance: int = 2
     can_migrate: bool = False
@@ -115,10 +78,12 @@ class Dispatcher:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.requests: dict[str, Request] = {}  # in order of arrival
+        self.requests = RequestTable()
         self.engines: dict[str, Engine] = {}
+        self.index = PrefixIndex()
         self.dropped: Counter[str] = Counter()
         self._turn = 0
+        self._num_asked = 0
         self._finished_at: list[float] = []
 
     # ---- The fleet --------
@@ -126,21 +91,34 @@ class Dispatcher:
     def joined(self, member: Member, load: Load, now: float) -> list[Order]:
         """Take note of an engine's state or load, and use the room that it offers."""
         self.engines[member.name] = Engine(member, load)
-        return self._advance(now)
+        return self._advance(now) + self._relieve(member.name)
 
     def lost(self, name: str, now: float) -> list[Order]:
         """Go on without an actor that is dead and fenced."""
         self.engines.pop(name, None)
+        self.index.forget(name)
         orders: list[Order] = []
         for request in list(self.requests.values()):
             request.holders.discard(name)
             if request.gateway == name:
                 orders += self._end(request)
-            elif request.stage in (Stage.PREFILLING, Stage.WAITING) and request.prefill == name:
+            elif name != request.engine and name != request.prefill:
+                orders += self._unpinned(request, name)
+            elif request.stage in (Stage.PINNING, Stage.PREFILLING, Stage.WAITING):
                 orders += self._retry(request, name)
-            elif request.stage in (Stage.ADOPTING, Stage.DECODING) and request.decode == name:
+            elif request.decode == name:
                 orders += self._reject(request, errors.WorkerLost(f"{name} was lost while it decoded the request"))
         return orders + self._advance(now)
+
+    def cache_changed(self, sender: str, message: CacheChanged) -> None:
+        """Take note of what an engine's prefix cache gained and lost."""
+        if sender in self.engines:
+            self.index.add(sender, message.added)
+            self.index.remove(sender, message.evicted)
+
+    def is_idle(self, name: str) -> bool:
+        """Whether no request needs that engine any more."""
+        return all(name not in request.holders for request in self.requests.values())
 
     # ---- Requests --------
 
@@ -148,11 +126,15 @@ class Dispatcher:
         """Admit a request, or refuse it with the reason."""
         if ask.request in self.requests:
             return self._drop(ask)
-        request = Request(ask, gateway, now)
-        refusal = self._refusal(request, now)
+        self._num_asked += 1
+        request = Request(ask, gateway, now, self._num_asked)
+        refusal = self._refusal(ask, now)
         if refusal is not None:
             return [_rejected(request, refusal)]
-        self.requests[ask.request] = request
+        block_tokens = self.limits.block_tokens
+        useful = (len(ask.prompt) - 1) // block_tokens * block_tokens
+        request.digests = tuple(chain(ask.prompt[:useful], block_tokens, self.limits.prefix_key))
+        self.requests.add(request)
         return self._advance(now)
 
     def cancel(self, message: Cancel, now: float) -> list[Order]:
@@ -160,13 +142,29 @@ class Dispatcher:
         request = self.requests.get(message.request)
         return self._end(request) + self._advance(now) if request else self._drop(message)
 
+    def pinned(self, sender: str, message: Pinned) -> list[Order]:
+        """An owner lends part of the prompt's beginning, or has nothing of it any more."""
+        request = self.requests.get(message.request)
+        is_expected = request is not None and request.attempt == message.attempt and request.stage == Stage.PINNING
+        if request is None or not is_expected or sender not in request.holders or message.start not in request.pins:
+            self._drop(message)
+            is_over = request is None or request.attempt != message.attempt
+            return [Order(sender, Release(message.request, message.attempt))] if is_over else []
+        del request.pins[message.start]
+        if message.segment is not None:
+            request.prefix.append(message.segment)
+        return self._start(request) if not request.pins else []
+
     def prefilled(self, sender: str, message: Prefilled, now: float) -> list[Order]:
         """The prompt is computed and leased: find a decode engine for it."""
         request = self._current(sender, message)
         if request is None or request.stage != Stage.PREFILLING:
-            return [*self._drop(message), Order(sender, Release(message.request, message.attempt))]
+            self._drop(message)
+            known = self.requests.get(message.request)
+            is_held = known is not None and known.attempt == message.attempt and sender in known.holders
+            return [] if is_held else [Order(sender, Release(message.request, message.attempt))]
         request.prefilled = message
-        request.move(Stage.WAITING)
+        self.requests.move(request, Stage.WAITING)
         return self._advance(now)
 
     def adopted(self, sender: str, message: Adopted) -> list[Order]:
@@ -174,15 +172,14 @@ class Dispatcher:
         request = self._current(sender, message)
         if request is None or request.stage != Stage.ADOPTING:
             return self._drop(message)
-        request.move(Stage.DECODING)
+        self.requests.move(request, Stage.DECODING)
         return []
 
     def finished(self, sender: str, message: Finished, now: float) -> list[Order]:
         """The sequence ended; everyone else lets go of it."""
         request = self._current(sender, message)
-        if request is None:
+        if request is None or request.stage in (Stage.PINNING, Stage.WAITING):
             return self._drop(message)
-        request.holders.discard(sender)
         self._finished_at = [*self._finished_at[-63:], now]
         return self._end(request) + self._advance(now)
 
@@ -194,7 +191,7 @@ class Dispatcher:
         return self._reject(request, errors.error_for(message.code, message.message)) + self._advance(now)
 
     def tick(self, now: float) -> list[Order]:
-        """End what is overdue."""
+        """End what is overdue, and wait no longer for owners that do not answer."""
         orders: list[Order] = []
         for request in list(self.requests.values()):
             limit_s = request.arrived_s + self.limits.request_timeout_s
@@ -205,50 +202,89 @@ class Dispatcher:
                 orders += self._reject(
                     request, errors.RequestTimeout(f"{request.stage} when its time ran out after {waited:.1f} s")
                 )
+            elif request.stage == Stage.PINNING and now - request.pinned_s > PIN_TIMEOUT_S:
+                request.pins.clear()
+                orders += self._start(request)
         return orders + self._advance(now) if orders else []
 
     def check(self) -> None:
         """Hold the table against itself.
 
         Raises:
-            InvariantError: a stage lacks what it implies.
+            InvariantError: a stage lacks what it implies, or a queue or count is wrong.
         """
-        for name, request in self.requests.items():
-            if name != request.ask.request:
-                raise errors.InvariantError(f"request {request.ask.request} is filed under {name}")
-            if request.stage in (Stage.WAITING, Stage.ADOPTING, Stage.DECODING) and request.prefilled is None:
-                raise errors.InvariantError(f"request {name} is {request.stage} without a prefill")
-            if request.stage in (Stage.ADOPTING, Stage.DECODING) and not request.decode:
-                raise errors.InvariantError(f"request {name} is {request.stage} nowhere")
+        self.requests.check()
 
     # ---- Placement --------
 
     def _advance(self, now: float) -> list[Order]:
-        """Place whatever can be placed now, oldest first, interactive before batch."""
+        """Place whatever can be placed now, by rank; one that finds no room speaks for those behind it."""
         orders: list[Order] = []
-        full: set[Stage] = set()  # one that finds no room speaks for those behind it
-        open_requests = [r for r in self.requests.values() if r.stage in (Stage.QUEUED, Stage.WAITING)]
-        open_requests.sort(key=lambda r: r.ask.priority != "interactive")
-        for request in open_requests:
-            stage = request.stage
-            if stage in full:
-                continue
-            placed = self._place_prefill(request) if stage == Stage.QUEUED else self._place_decode(request)
+        sources = list(self.requests.waiting.values())
+        while sources:
+            queue = min(sources, key=lambda queue: queue.first.rank)
+            placed = self._place_decode(queue.first)
             orders += placed
+            if not placed or not queue:
+                sources.remove(queue)
+        while self.requests.queued:
+            placed = self._place_prefill(self.requests.queued.first, now)
             if not placed:
-                full.add(stage)
+                break
+            orders += placed
         return orders
 
-    def _place_prefill(self, request: Request) -> list[Order]:
-        ask = request.ask
-        target = choose_prefill(self._views("prefill"), len(ask.prompt), decodes=self._views("decode"))
+    def _place_prefill(self, request: Request, now: float) -> list[Order]:
+        """Choose who computes the prompt; where others have its beginning, ask them to lend it first."""
+        views = self._views(*FIRST_ROLES)
+        cached = {view.name: self._num_readable(request, view) * self.limits.block_tokens for view in views}
+        target = choose_prefill(views, len(request.ask.prompt), cached=cached, decodes=self._views("decode"))
         if target is None:
             return []
-        request.prefill = target
-        request.holders.add(target)
-        request.move(Stage.PREFILLING)
-        message = Prefill(ask.request, request.attempt, ask.prompt, ask.sampling, ask.priority, ask.save_final_kv)
-        return [Order(target, message)]
+        shares = self.index.shares(request.digests, target, self._neighbours(target))
+        if not shares:
+            self.requests.move(request, Stage.PREFILLING, target)
+            return [Order(target, self._prefill(request))]
+        self.requests.move(request, Stage.PINNING, target)
+        request.pinned_s = now
+        orders = []
+        for share in shares:
+            request.pins[share.start] = share.owner
+            request.holders.add(share.owner)
+            message = Pin(request.ask.request, request.attempt, share.start, share.digests)
+            orders.append(Order(share.owner, message))
+        return orders
+
+    def _num_readable(self, request: Request, view: EngineView) -> int:
+        """Return how many leading blocks of the prompt that engine can read, or will have computed by then."""
+        under_way = self.requests.under_way.get(view.name, ())
+        return self.index.num_known(request.digests, {view.name, *self._neighbours(view.name)}, under_way)
+
+    def _neighbours(self, name: str) -> set[str]:
+        """Return the other engines whose blocks that engine can read in place."""
+        place = self.engines[name].place
+        return {
+            other
+            for other, engine in self.engines.items()
+            if other != name and engine.place.distance(place) == 0 and engine.member.state in ("ready", "draining")
+        }
+
+    def _start(self, request: Request) -> list[Order]:
+        """Everyone who was asked has answered: compute the rest."""
+        self.requests.move(request, Stage.PREFILLING, request.prefill)
+        return [Order(request.prefill, self._prefill(request))]
+
+    def _prefill(self, request: Request) -> Prefill:
+        ask = request.ask
+        return Prefill(
+            ask.request,
+            request.attempt,
+            ask.prompt,
+            ask.sampling,
+            ask.priority,
+            ask.save_final_kv,
+            tuple(sorted(request.prefix, key=lambda segment: segment.start)),
+        )
 
     def _place_decode(self, request: Request) -> list[Order]:
         ask, done = request.ask, request.prefilled
@@ -257,7 +293,7 @@ class Dispatcher:
             return []
         decision = schedule_decode(
             source.place,
-            self._views("decode"),
+            [replace(view, num_owned=self._num_owned(request, view.name)) for view in self._views("decode")],
             policy=self.limits.policy,
             max_distance=self.limits.max_distance,
             can_migrate=self.limits.can_migrate,
@@ -266,9 +302,7 @@ class Dispatcher:
         if decision is None:
             return []
         self._turn += 1
-        request.decode = decision.target
-        request.holders.add(decision.target)
-        request.move(Stage.ADOPTING)
+        self.requests.move(request, Stage.ADOPTING, decision.target)
         message = Decode(
             request=ask.request,
             attempt=request.attempt,
@@ -282,20 +316,33 @@ class Dispatcher:
         )
         return [Order(decision.target, message)]
 
-    def _views(self, role: str) -> list[EngineView]:
-        stages = (Stage.PREFILLING,) if role == "prefill" else (Stage.ADOPTING, Stage.DECODING)
-        requests: Counter[str] = Counter()
-        tokens: Counter[str] = Counter()
-        for request in self.requests.values():
-            if request.stage in stages:
-                name = self._engine_of(request)
-                requests[name] += 1
-                tokens[name] += len(request.ask.prompt)
-        return [
-            EngineView(name, engine.place, requests[name], engine.load.max_sequences, tokens[name])
-            for name, engine in self.engines.items()
-            if engine.member.role == role and engine.member.state == "ready"
-        ]
+    def _num_owned(self, request: Request, name: str) -> int:
+        """Return how many blocks of a prefilled sequence are that engine's own, and nobody else can lend it."""
+        handle = request.prefilled.handle if request.prefilled else None
+        return sum(len(segment.blocks) for segment in handle.segments if segment.owner == name) if handle else 0
+
+    def _views(self, *roles: str) -> list[EngineView]:
+        views = []
+        for name, engine in self.engines.items():
+            if engine.member.role in roles and engine.member.state == "ready":
+                given = self.requests.assigned.get(name, _NOTHING)
+                room = engine.load.max_sequences
+                views.append(EngineView(name, engine.place, given.num_requests, room, given.num_tokens))
+        return views
+
+    def _relieve(self, name: str) -> list[Order]:
+        """When prompts wait for blocks that an engine lends, have a borrower copy what it reads, largest first."""
+        load = self.engines[name].load
+        if load.blocks_lacking == 0 or load.blocks.leased_out == 0:
+            return []
+        lent = [r for r in self.requests.values() if r.stage == Stage.DECODING and r.prefill == name]
+        for request in sorted(lent, key=lambda r: -len(r.ask.prompt)):
+            holder = self.engines.get(request.decode)
+            size = len(request.ask.prompt) // self.limits.block_tokens
+            if holder is not None and not request.is_copied and size < holder.load.blocks.free:
+                request.is_copied = True
+                return [Order(request.decode, CopyOut(request.ask.request, request.attempt))]
+        return []
 
     # ---- Endings --------
 
@@ -303,14 +350,22 @@ class Dispatcher:
         """Compute the prompt again elsewhere; the gateway drops a first token that it has already."""
         if request.attempt >= MAX_ATTEMPTS:
             return self._reject(request, errors.WorkerLost(f"{lost} was lost in attempt {request.attempt}"))
+        orders = self._releases(request)
+        request.holders.clear()
         request.attempt += 1
-        request.prefill, request.prefilled = "", None
-        request.move(Stage.QUEUED)
-        return []
+        self.requests.move(request, Stage.QUEUED)
+        return orders
 
-    def _refusal(self, request: Request, now: float) -> errors.PDError | None:
+    def _unpinned(self, request: Request, name: str) -> list[Order]:
+        """An owner that was asked to lend is lost: go on without it."""
+        asked = [start for start, owner in request.pins.items() if owner == name]
+        for start in asked:
+            del request.pins[start]
+        return self._start(request) if asked and not request.pins else []
+
+    def _refusal(self, ask: Generate, now: float) -> errors.PDError | None:
         """Say why a new request cannot be taken; None when it can."""
-        ask, limits = request.ask, self.limits
+        limits = self.limits
         if len(ask.prompt) >= limits.max_model_len:
             return errors.PromptTooLong(
                 f"prompt has {len(ask.prompt)} tokens; model.max_model_len {limits.max_model_len} leaves no room"
@@ -318,25 +373,24 @@ class Dispatcher:
         too_big = self._never_fits(len(ask.prompt), ask.sampling.max_tokens)
         if too_big is not None:
             return too_big
-        queued = sum(r.stage == Stage.QUEUED for r in self.requests.values())
+        queued = len(self.requests.queued)
         if queued >= limits.max_queue:
             wait_s = self._retry_after_s(queued, now)
             return errors.Overloaded(f"{queued} requests are waiting (router.max_queue)", retry_after_s=wait_s)
         return None
 
     def _never_fits(self, prompt_tokens: int, max_tokens: int) -> errors.PDError | None:
-        for role, tokens in (
-            ("prefill", prompt_tokens),
-            ("decode", prompt_tokens % self.limits.block_tokens + max_tokens),
-        ):
-            sizes = [e.load.max_blocks for e in self.engines.values() if e.member.role == role and e.load.max_blocks]
+        """Say why no engine could ever hold the request: one that starves may have to compute all of it by itself."""
+        for roles, tokens in ((FIRST_ROLES, prompt_tokens), (("decode", "worker"), prompt_tokens + max_tokens - 1)):
+            sizes = [e.load.max_blocks for e in self.engines.values() if e.member.role in roles and e.load.max_blocks]
             limit = max(sizes, default=0) * self.limits.block_tokens
             if not limit or tokens <= limit:
                 continue
-            if role == "prefill":
-                return errors.PromptTooLong(f"prompt has {tokens} tokens; kv.memory holds {limit} of one prompt")
+            if prompt_tokens >= limit:
+                return errors.PromptTooLong(f"prompt has {prompt_tokens} tokens; kv.memory holds {limit} of a sequence")
             return errors.BadRequest(
-                f"max_tokens: {max_tokens} tokens do not fit; kv.memory holds {limit} for an answer"
+                f"max_tokens: {max_tokens} after a prompt of {prompt_tokens} tokens do not fit; kv.memory holds "
+                f"{limit} of a sequence"
             )
         return None
 
@@ -350,21 +404,24 @@ class Dispatcher:
         return [_rejected(request, error), *self._end(request)]
 
     def _end(self, request: Request) -> list[Order]:
-        del self.requests[request.ask.request]
-        return [Order(holder, Release(request.ask.request, request.attempt)) for holder in sorted(request.holders)]
+        self.requests.remove(request)
+        return self._releases(request)
 
-    def _engine_of(self, request: Request) -> str:
-        return request.prefill if request.stage == Stage.PREFILLING else request.decode
+    def _releases(self, request: Request) -> list[Order]:
+        return [Order(holder, Release(request.ask.request, request.attempt)) for holder in sorted(request.holders)]
 
     def _current(self, sender: str, message: Prefilled | Adopted | Finished | Failed) -> Request | None:
         request = self.requests.get(message.request)
-        if request is None or request.attempt != message.attempt or sender not in request.holders:
+        if request is None or request.attempt != message.attempt or sender != request.engine:
             return None
         return request
 
     def _drop(self, message: Message) -> list[Order]:
         self.dropped[type(message).__name__] += 1
         return []
+
+
+_NOTHING = Assigned()
 
 
 def _rejected(request: Request, error: errors.PDError) -> Order:

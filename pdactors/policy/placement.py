@@ -33,6 +33,7 @@ class EngineView:
     num_requests: int
     max_requests: int
     pending_tokens: int = 0  # prompt tokens assigned and not computed yet
+    num_owned: int = 0  # blocks of the sequence in question that only this engine can read
 
     @property
     def has_capacity(self) -> bool:
@@ -82,7 +83,8 @@ def schedule_decode(
 ) -> DecodeDecision | None:
     """Choose the engine that decodes a sequence whose KV is at `source`; None if nobody has room.
 
-    `locality`: the nearest engine with capacity up to `max_distance`, and where there is none the least loaded one.
+    `locality`: the nearest engine with capacity up to `max_distance`, of equals the one that owns most of the sequence,
+    then the least loaded; where there is none that near, the least loaded one.
     `least_loaded`: the least loaded, wherever it is. `round_robin`: each in turn (`turn` counts the decisions).
     KV is read in place on the same device; everything else needs a migration, and without `can_migrate` is out of
     reach.
@@ -96,7 +98,7 @@ def schedule_decode(
     else:
         near = [e for e in candidates if source.distance(e.place) <= max_distance]
         if policy == "locality" and near:
-            chosen = min(near, key=lambda e: (source.distance(e.place), e.num_requests))
+            chosen = min(near, key=lambda e: (source.distance(e.place), -e.num_owned, e.num_requests))
         else:
             chosen = min(candidates, key=lambda e: (e.num_requests, source.distance(e.place)))
     distance = source.distance(chosen.place)

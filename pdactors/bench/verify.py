@@ -1,0 +1,233 @@
+"""Verification: every mode's greedy tokens held against transformers' own, token by token."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from pdactors.actors import blueprint
+from pdactors.bench import reference
+from pdactors.bench.free_ports import free_ports
+from pdactors.bench.prompts import make_prompts
+from pdactors.bench.reference import Expected, Job
+from pdactors.client import AsyncClient, Cluster, launch
+from pdactors.config.cluster import ClusterConfig, Mode
+from pdactors.config.load import load
+from pdactors.config.memory import available_bytes
+from pdactors.engine import store
+from pdactors.engine.manifest import Progress, silent
+from pdactors.engine.shape import ModelDtype, ModelShape
+from pdactors.errors import ConfigError, PDError
+from pdactors.text.tokenizer import Tokenizer
+
+MAX_PROMPT_TOKENS = 1500
+Answer = Sequence[int] | PDError  # the generated ids, or why there are none
+
+
+class Difference(Struct, frozen=True):
+    """Where an answer first leaves the reference. A token is None where its sequence has ended already."""
+
+    prompt: int
+    position: int | None = None
+    expected: int | None = None
+    got: int | None = None
+    margin: float | None = None  # of the reference, between its two best logits; None past its end
+    error: str | None = None  # what came instead of an answer
+
+
+class ModeResult(Struct):
+    """How one mode did; `error` says why it could not start."""
+
+    equal: int = 0
+    tied: int = 0
+    diverged: list[Difference] = msgspec.field(default_factory=list)
+    ties: list[Difference] = msgspec.field(default_factory=list)
+    seconds: float = 0.0
+    error: str | None = None
+
+    @property
+    def is_good(self) -> bool:
+        return not self.diverged and self.error is None
+
+    def count(self, prompt: int, expected: Expected, answer: Answer) -> None:
+        """Hold an answer against the reference: equal, tied (rounding chose between equal logits) or diverged."""
+        if isinstance(answer, PDError):
+            self.diverged.append(Difference(prompt, error=f"{answer.code}: {answer.message}"))
+            return
+        pairs = enumerate(zip_longest(expected.token_ids, answer))
+        position, wanted, got = next(((i, a, b) for i, (a, b) in pairs if a != b), (None, None, None))
+        if position is None:
+            self.equal += 1
+            return
+        is_past = position >= len(expected.token_ids)
+        margin = None if is_past else expected.margins[position]
+        difference = Difference(prompt, position, wanted, got, margin)
+        if not is_past and got in expected.rivals[position]:
+            self.tied += 1
+            self.ties.append(difference)
+        else:
+            self.diverged.append(difference)
+
+
+class Verification(Struct):
+    """What `pdactors verify --json` prints."""
+
+    model: str
+    dtype: ModelDtype
+    prompts: int
+    prompt_tokens: int
+    max_tokens: int
+    seed: int
+    reference_seconds: float
+    modes: dict[Mode, ModeResult]
+
+    @property
+    def is_good(self) -> bool:
+        return all(result.is_good for result in self.modes.values())
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What is asked: prompts with greedy answers of at most `max_tokens`, `concurrency` of them in flight."""
+
+    prompts: Sequence[tuple[int, ...]]
+    max_tokens: int
+    concurrency: int
+
+
+def verify(
+    file: Path | None,
+    *,
+    sets: Sequence[str] = (),
+    modes: Sequence[Mode] = (),
+    dtype: ModelDtype = "float32",
+    num_prompts: int = 32,
+    max_tokens: int = 64,
+    concurrency: int = 8,
+    seed: int = 1,
+    progress: Progress = silent,
+) -> Verification:
+    """Run the reference, then each mode of the cluster file (without `modes`, the file's own) on free ports.
+
+    A mode that fails to start says so in its result; what is known to fail is raised before anything runs.
+
+    Raises:
+        ConfigError: the cluster file is wrong, or asks for what this version or machine does not have.
+        ModelError: the model cannot be had, or transformers cannot run it.
+    """
+    base = load(file, sets=sets)
+    plans = {mode: [*sets, *_overrides(base, mode, dtype)] for mode in modes or (base.cluster.mode,)}
+    configs = [load(file, sets=plan) for plan in plans.values()]
+    for config in configs:
+        blueprint.check_available(config)
+    folder = store.resolve(base.model.path, fetch=True, progress=progress)
+    for config in configs:
+        _check_fit(config, ModelShape.read(folder), max_tokens)
+    longest = min(MAX_PROMPT_TOKENS, base.model.max_model_len - max_tokens)
+    prompts = make_prompts(Tokenizer(folder), num_prompts, max_tokens=longest, seed=seed)
+    questions = Questions(prompts, max_tokens, concurrency)
+
+    begin_s = time.monotonic()
+    expected = _ask_reference(folder, dtype, questions, progress)
+    reference_s = time.monotonic() - begin_s
+    token = base.security.client_token()
+    results = {}
+    for mode, plan in plans.items():
+        progress(f"{mode}: start", 0, 0)
+        start = partial(launch, file, sets=plan)
+        results[mode] = _verify_mode(start, token, expected, questions, partial(progress, mode))
+    return Verification(
+        model=base.model.path,
+        dtype=dtype,
+        prompts=num_prompts,
+        prompt_tokens=sum(map(len, prompts)),
+        max_tokens=max_tokens,
+        seed=seed,
+        reference_seconds=round(reference_s, 1),
+        modes=results,
+    )
+
+
+def _overrides(base: ClusterConfig, mode: Mode, dtype: ModelDtype) -> list[str]:
+    """Return the settings that differ from the file's: free ports on the same hosts, so that it may be running now."""
+    return [f"cluster.mode={mode}", f"model.dtype={dtype}", *free_ports(base)]
+
+
+def _check_fit(config: ClusterConfig, shape: ModelShape, max_tokens: int) -> None:
+    """Raise ConfigError if the model or the memory is too small for what the file and the prompts need."""
+    blueprint.check_model(config, shape)
+    blueprint.check_memory(config, shape, available_bytes())
+    length = config.model.max_model_len
+    if max_tokens >= length:
+        raise ConfigError(f"model.max_model_len = {length}: answers of {max_tokens} tokens leave no room for a prompt")
+
+
+def _ask_reference(folder: Path, dtype: ModelDtype, questions: Questions, progress: Progress) -> list[Expected]:
+    total = len(questions.prompts)
+    expected: list[Expected] = []
+    progress("reference", 0, total)
+    for answer in reference.generate(Job(str(folder), dtype, tuple(questions.prompts), questions.max_tokens)):
+        expected.append(answer)
+        progress("reference", len(expected), total)
+    return expected
+
+
+def _verify_mode(
+    start: Callable[[], Cluster],
+    token: str,
+    expected: Sequence[Expected],
+    questions: Questions,
+    progress: Callable[[int, int], None],
+) -> ModeResult:
+    result = ModeResult()
+    try:
+        with start() as cluster:
+            begin_s = time.monotonic()
+            answers = asyncio.run(ask(cluster.zmq, questions, token=token, progress=progress))
+            result.seconds = round(time.monotonic() - begin_s, 1)
+    except PDError as error:
+        result.error = error.message
+        return result
+    for prompt, (wanted, answer) in enumerate(zip(expected, answers, strict=True)):
+        result.count(prompt, wanted, answer)
+    return result
+
+
+async def ask(
+    address: str,
+    questions: Questions,
+    *,
+    token: str = "",
+    progress: Callable[[int, int], None] = lambda _done, _of: None,
+) -> list[Answer]:
+    """Put the questions to the cluster at `address`; returns an answer or an error for each.
+
+    Raises:
+        ConnectionLost, Unauthorized: the cluster does not take this client.
+    """
+    prompts = questions.prompts
+    answers: dict[int, Answer] = {}
+    waiting = iter(enumerate(prompts))
+    progress(0, len(prompts))
+
+    async def work(client: AsyncClient) -> None:
+        for index, prompt in waiting:
+            try:
+                answer = await client.generate(prompt_token_ids=prompt, max_tokens=questions.max_tokens)
+                answers[index] = answer.token_ids
+            except PDError as error:
+                answers[index] = error
+            progress(len(answers), len(prompts))
+
+    async with AsyncClient(address, token=token) as client, asyncio.TaskGroup() as group:
+        for _ in range(questions.concurrency):
+            group.create_task(work(client))
+    return [answers[index] for index in range(len(prompts))]

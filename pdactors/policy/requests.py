@@ -1,0 +1,215 @@
+"""The router's request table: every request in flight, found by id, by stage and by engine. Pure.
+
+QUEUED --place--> PREFILLING --prefilled--> WAITING --decode has room--> ADOPTING --adopted--> DECODING
+   ^                  |                        |
+   +---prefill lost---+------------------------+      any stage: finished, failed, cancelled, timed out -> gone
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pdactors.errors import InvariantError
+from pdactors.messages import Generate, Prefilled, Segment
+
+
+class Stage(StrEnum):
+    QUEUED = "queued"
+    PINNING = "pinning"
+    PREFILLING = "prefilling"
+    WAITING = "waiting"
+    ADOPTING = "adopting"
+    DECODING = "decoding"
+
+
+_LEGAL = {
+    Stage.QUEUED: {Stage.PINNING, Stage.PREFILLING},
+    Stage.PINNING: {Stage.PREFILLING, Stage.QUEUED},
+    Stage.PREFILLING: {Stage.WAITING, Stage.QUEUED},
+    Stage.WAITING: {Stage.ADOPTING, Stage.QUEUED},
+    Stage.ADOPTING: {Stage.DECODING},
+    Stage.DECODING: set[Stage](),
+}
+
+
+@dataclass(eq=False)
+class Request:
+    """One request in flight. `holders` are the engines that may hold something for it."""
+
+    ask: Generate
+    gateway: str
+    arrived_s: float
+    number: int  # counts arrivals
+    attempt: int = 1
+    stage: Stage = Stage.QUEUED
+    prefill: str = ""
+    decode: str = ""
+    prefilled: Prefilled | None = None
+    digests: tuple[bytes, ...] = ()  # of the prompt's full blocks that need not be computed where they are cached
+    pins: dict[int, str] = field(
+        default_factory=dict
+    )  # first block -> owner that was asked to lend and has not answered
+    prefix: list[Segment] = field(default_factory=list)  # what owners lend for the prefill
+    pinned_s: float = 0.0  # when they were asked
+    is_copied: bool = False  # the decode engine was told to read copies of its own
+    holders: set[str] = field(default_factory=set)
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Who is served first: interactive before batch, then the older."""
+        return self.ask.priority != "interactive", self.number
+
+    @property
+    def engine(self) -> str:
+        """The engine that the request is accounted to; "" while it is queued."""
+        return self.decode if self.stage in (Stage.ADOPTING, Stage.DECODING) else self.prefill
+
+
+class Queue:
+    """Requests that wait for the same thing, by rank."""
+
+    def __init__(self) -> None:
+        self._ranks: list[tuple[bool, int]] = []
+        self._requests: dict[tuple[bool, int], Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    @property
+    def first(self) -> Request:
+        return self._requests[self._ranks[0]]
+
+    def add(self, request: Request) -> None:
+        insort(self._ranks, request.rank)
+        self._requests[request.rank] = request
+
+    def remove(self, request: Request) -> None:
+        del self._ranks[bisect_left(self._ranks, request.rank)]
+        del self._requests[request.rank]
+
+
+@dataclass
+class Assigned:
+    """What an engine was given and has not handed on: its requests, and prompt tokens that it has to compute."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+
+
+class RequestTable(Mapping[str, Request]):
+    """Requests in order of arrival. Stages change here only, so that no question needs a walk over all of them."""
+
+    def __init__(self) -> None:
+        self.queued = Queue()
+        self.waiting: dict[str, Queue] = {}  # by the prefill engine that holds the KV
+        self.assigned: dict[str, Assigned] = {}
+        self.under_way: dict[str, Counter[bytes]] = {}  # digests that an engine's prompts contain, counted
+        self._requests: dict[str, Request] = {}
+
+    def __getitem__(self, name: str) -> Request:
+        return self._requests[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._requests)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(self, request: Request) -> None:
+        """Take a new request in; its id is not in the table."""
+        self._requests[request.ask.request] = request
+        self._enter(request)
+
+    def remove(self, request: Request) -> None:
+        """Forget a request."""
+        del self._requests[request.ask.request]
+        self._leave(request)
+
+    def move(self, request: Request, stage: Stage, engine: str = "") -> None:
+        """Change the stage; `engine` takes the request where it is PINNING, PREFILLING or ADOPTING from now on.
+
+        Raises:
+            InvariantError: the automaton above has no such arrow.
+        """
+        if stage not in _LEGAL[request.stage]:
+            raise InvariantError(f"request {request.ask.request}: {request.stage} -> {stage} is not a legal move")
+        self._leave(request)
+        request.stage = stage
+        if stage == Stage.QUEUED:
+            request.prefill, request.prefilled = "", None
+            request.pins.clear()
+            request.prefix.clear()
+        elif stage in (Stage.PINNING, Stage.PREFILLING):
+            request.prefill = engine
+        elif stage == Stage.ADOPTING:
+            request.decode = engine
+        if engine:
+            request.holders.add(engine)
+        self._enter(request)
+
+    def check(self) -> None:
+        """Hold the table against itself.
+
+        Raises:
+            InvariantError: a stage lacks what it implies, or a queue or count is wrong.
+        """
+        fresh = RequestTable()
+        for name, request in self._requests.items():
+            stage = request.stage
+            if name != request.ask.request:
+                raise InvariantError(f"request {request.ask.request} is filed under {name}")
+            if (stage in (Stage.WAITING, Stage.ADOPTING, Stage.DECODING)) != (request.prefilled is not None):
+                raise InvariantError(f"request {name} is {stage} with the hand-over {request.prefilled}")
+            if (stage == Stage.QUEUED) == bool(request.engine):
+                raise InvariantError(f"request {name} is {stage} at {request.engine or 'no engine'}")
+            fresh.add(request)
+        for what, ours, theirs in (
+            ("queued", self.queued._ranks, fresh.queued._ranks),
+            ("waiting", _ranks(self.waiting), _ranks(fresh.waiting)),
+            ("assigned", self.assigned, fresh.assigned),
+            ("under way", self.under_way, fresh.under_way),
+        ):
+            if ours != theirs:
+                raise InvariantError(f"{what} is {ours}, the requests make it {theirs}")
+
+    def _enter(self, request: Request) -> None:
+        if request.stage == Stage.QUEUED:
+            self.queued.add(request)
+            return
+        self._count(request, 1)
+        if request.stage == Stage.WAITING:
+            self.waiting.setdefault(request.prefill, Queue()).add(request)
+
+    def _leave(self, request: Request) -> None:
+        if request.stage == Stage.QUEUED:
+            self.queued.remove(request)
+            return
+        self._count(request, -1)
+        if request.stage == Stage.WAITING:
+            self.waiting[request.prefill].remove(request)
+            if not self.waiting[request.prefill]:
+                del self.waiting[request.prefill]
+
+    def _count(self, request: Request, sign: int) -> None:
+        """Account a request to its engine; one that waits for decode keeps its place at the prefill engine."""
+        assigned = self.assigned.setdefault(request.engine, Assigned())
+        assigned.num_requests += sign
+        if request.stage in (Stage.PINNING, Stage.PREFILLING):
+            assigned.num_tokens += sign * len(request.ask.prompt)
+            under_way = self.under_way.setdefault(request.engine, Counter())
+            for digest in request.digests:
+                under_way[digest] += sign
+                if not under_way[digest]:
+                    del under_way[digest]
+            if not under_way:
+                del self.under_way[request.engine]
+        if not assigned.num_requests:
+            del self.assigned[request.engine]
+
+
+def _ranks(queues: Mapping[str, Queue]) -> dict[str, list[tuple[bool, int]]]:
+    return {name: queue._ranks for name, queue in queues.items()}

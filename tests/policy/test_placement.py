@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import pytest
+
+from pdactors.policy.placement import DecodeDecision, EngineView, Place, choose_prefill, schedule_decode
+
+HERE = Place("n0", "r0")
+GPU = Place("n0", "r0", "cuda:0")
+NEIGHBOUR = Place("n1", "r0")
+FAR = Place("n2", "r1")
+
+
+def engine(name, place=HERE, num=0, most=4, tokens=0):
+    return EngineView(name, place, num, most, tokens)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "distance"),
+    [(HERE, HERE, 0), (HERE, GPU, 1), (HERE, NEIGHBOUR, 2), (HERE, FAR, 3), (GPU, NEIGHBOUR, 2)],
+)
+def test_distance_is_the_same_both_ways(a, b, distance):
+    assert a.distance(b) == b.distance(a) == distance
+
+
+def test_a_node_name_decides_before_its_rack():
+    assert Place("n0", "r0").distance(Place("n0", "r9")) == 0
+
+
+@pytest.mark.parametrize(("num", "most", "room"), [(0, 0, False), (3, 4, True), (4, 4, False), (5, 4, False)])
+def test_capacity_ends_at_the_limit(num, most, room):
+    assert engine("e", num=num, most=most).has_capacity is room
+
+
+# ---- Prefill --------
+
+
+def test_prefill_goes_where_fewest_tokens_come_first():
+    engines = [engine("a", tokens=100), engine("b", tokens=20), engine("c", tokens=300)]
+    assert choose_prefill(engines, 50) == "b"
+
+
+def test_cached_tokens_count_as_computed():
+    engines = [engine("a", tokens=100), engine("b", tokens=20)]
+    assert choose_prefill(engines, 200, cached={"a": 192}) == "a"
+    assert choose_prefill(engines, 200, cached={"a": 64}) == "b"
+
+
+def test_a_tie_goes_to_the_engine_nearest_to_a_decode_with_room():
+    engines = [engine("a", FAR), engine("b", HERE)]
+    assert choose_prefill(engines, 5, decodes=[engine("d", NEIGHBOUR)]) == "b"
+    full = engine("d", HERE, num=4)
+    assert choose_prefill(engines, 5, decodes=[full, engine("e", FAR)]) == "a"
+
+
+def test_a_tie_in_distance_goes_to_the_one_with_fewer_requests_and_then_by_name():
+    assert choose_prefill([engine("a", num=2), engine("b", num=1)], 5) == "b"
+    assert choose_prefill([engine("b"), engine("a")], 5) == "a"
+
+
+def test_a_full_prefill_engine_is_passed_over():
+    assert choose_prefill([engine("a", num=4), engine("b", num=3, tokens=999)], 5) == "b"
+    assert choose_prefill([engine("a", num=4)], 5) is None
+    assert choose_prefill([], 5) is None
+
+
+# ---- Decode --------
+
+
+def test_locality_takes_the_nearest_even_when_it_has_more_to_do():
+    engines = [engine("far", FAR), engine("near", HERE, num=3), engine("next", NEIGHBOUR)]
+    assert schedule_decode(HERE, engines) == DecodeDecision("near", need_migration=False, distance=0)
+
+
+def test_locality_takes_the_least_loaded_of_the_nearest():
+    engines = [engine("a", num=2), engine("b", num=1), engine("c", num=2)]
+    assert schedule_decode(HERE, engines) == DecodeDecision("b", need_migration=False, distance=0)
+
+
+def test_locality_moves_on_when_the_nearest_is_full():
+    engines = [engine("near", num=4), engine("next", NEIGHBOUR, num=3), engine("far", FAR)]
+    assert schedule_decode(HERE, engines) == DecodeDecision("next", need_migration=True, distance=2)
+
+
+@pytest.mark.parametrize(("max_distance", "target"), [(0, "idle"), (1, "gpu"), (2, "gpu"), (3, "gpu")])
+def test_beyond_max_distance_load_decides(max_distance, target):
+    engines = [engine("gpu", GPU, num=3), engine("idle", FAR, num=0), engine("busy", NEIGHBOUR, num=2)]
+    decision = schedule_decode(HERE, engines, max_distance=max_distance)
+    assert decision is not None
+    assert decision.target == target
+
+
+def test_a_tie_in_load_goes_to_the_nearer():
+    engines = [engine("far", FAR), engine("next", NEIGHBOUR)]
+    assert schedule_decode(HERE, engines, policy="least_loaded") == DecodeDecision("next", True, 2)
+
+
+def test_least_loaded_does_not_mind_the_distance():
+    engines = [engine("near", num=1), engine("far", FAR)]
+    assert schedule_decode(HERE, engines, policy="least_loaded") == DecodeDecision("far", True, 3)
+
+
+def test_round_robin_takes_each_with_room_in_turn():
+    engines = [engine("c", FAR), engine("a", num=3), engine("full", num=4), engine("b", NEIGHBOUR)]
+    turns = [schedule_decode(HERE, engines, policy="round_robin", turn=turn) for turn in range(6)]
+    assert [decision and decision.target for decision in turns] == ["a", "b", "c", "a", "b", "c"]
+    assert [decision and decision.need_migration for decision in turns[:3]] == [False, True, True]
+
+
+@pytest.mark.parametrize("policy", ["locality", "least_loaded", "round_robin"])
+def test_nobody_with_room_means_no_decision(policy):
+    assert schedule_decode(HERE, [], policy=policy) is None
+    assert schedule_decode(HERE, [engine("a", num=4), engine("b", FAR, most=0)], policy=policy) is None
+
+
+@pytest.mark.parametrize("policy", ["locality", "least_loaded", "round_robin"])
+def test_what_cannot_move_is_decoded_on_its_device_or_not_at_all(policy):
+    elsewhere = [engine("gpu", GPU), engine("next", NEIGHBOUR), engine("far", FAR)]
+    assert schedule_decode(HERE, elsewhere, policy=policy, can_migrate=False) is None
+    near = [*elsewhere, engine("near", num=3)]
+    decision = schedule_decode(HERE, near, policy=policy, can_migrate=False, turn=5)
+    assert decision == DecodeDecision("near", need_migration=False, distance=0)
