@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import msgspec
-
+from pdactors.actors import engine_accounts
 from pdactors.actors.actor import GATEWAY, ROUTER, Actor
 from pdactors.actors.extent_keeper import ExtentKeeper
 from pdactors.actors.spec import ActorSpec
@@ -33,7 +32,6 @@ from pdactors.messages import (
     Extents,
     Failed,
     Finished,
-    LeaseInfo,
     Load,
     Member,
     Pin,
@@ -385,46 +383,7 @@ class EngineActor(Actor):
     # ---- Accounts --------
 
     def load(self) -> Load:
-        engine = self.engine
-        sequences = [*engine.running, *engine.waiting]
-        borrowed = {block for s in sequences for block in (s.borrowed or s.lent.values())}
-        prefill, decode = self.steps.uses()
-        return Load(
-            running=len(engine.running),
-            waiting=len(engine.waiting),
-            pending_tokens=sum(s.num_pending for s in sequences if s.is_prompt),
-            max_sequences=self.spec.config.engine.max_batch,
-            max_blocks=self.extents.max_blocks,
-            blocks=msgspec.structs.replace(self.pool.account(), leased_in=len(borrowed)),
-            step_ms=self.steps.times(),
-            blocks_lacking=engine.blocks_lacking(),
-            prompt_tokens_computed=engine.num_computed,
-            num_preempted=engine.num_preempted,
-            prefill_use=prefill,
-            decode_use=decode,
-        )
+        return engine_accounts.load(self)
 
     def report(self) -> Report:
-        names = {member.slot: member.name for member in self.fleet.members if member.node == self.spec.node}
-        given = [
-            LeaseInfo(
-                lessor=self.spec.name,
-                holder="" if lease.holder_slot is None else names.get(lease.holder_slot, f"slot {lease.holder_slot}"),
-                request=lease.request,
-                attempt=lease.attempt,
-                num_blocks=len(lease.blocks),
-                expires_s=round(lease.expires_s - self.clock(), 3),
-            )
-            for lease in self.loans.live()
-        ]
-        faults = []
-        try:
-            self.check()
-        except InvariantError as error:
-            faults.append(error.message)
-        return msgspec.structs.replace(
-            super().report(),
-            requests=tuple(s.request for s in (*self.engine.running, *self.engine.waiting)),
-            leases=tuple(given),
-            faults=tuple(faults),
-        )
+        return engine_accounts.report(self, super().report())

@@ -33,7 +33,8 @@ from pdactors.messages import (
     Report,
     Surveyed,
 )
-from pdactors.policy.dispatch import Dispatcher, Limits, Order
+from pdactors.policy.admission import Limits
+from pdactors.policy.dispatch import Dispatcher, Order
 from pdactors.policy.liveness import Liveness
 from pdactors.transport import Transport
 

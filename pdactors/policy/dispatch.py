@@ -30,7 +30,8 @@ from pdactors.messages import (
     Rejected,
     Release,
 )
-from pdactors.policy.placement import EngineView, Place, PlacementPolicy, choose_prefill, schedule_decode
+from pdactors.policy.admission import Limits, Pace, refusal
+from pdactors.policy.placement import EngineView, Place, choose_prefill, schedule_decode
 from pdactors.policy.prefix_index import PrefixIndex
 from pdactors.policy.requests import Assigned, Request, RequestTable, Stage
 
@@ -59,20 +60,6 @@ class Engine:
         return Place(self.member.node, self.member.rack, self.device)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What of the cluster file the dispatcher needs."""
-
-    block_tokens: int
-    max_model_len: int
-    max_queue: int
-    request_timeout_s: float
-    prefix_key: bytes
-    policy: PlacementPolicy = "locality"
-    max_distance: int = 2
-    can_migrate: bool = False
-
-
 class Dispatcher:
     """Owns the request table and the fleet's state; each stimulus returns the orders that follow from it."""
 
@@ -84,7 +71,7 @@ class Dispatcher:
         self.dropped: Counter[str] = Counter()
         self._turn = 0
         self._num_asked = 0
-        self._finished_at: list[float] = []
+        self._pace = Pace()
 
     # ---- The fleet --------
 
@@ -128,9 +115,10 @@ class Dispatcher:
             return self._drop(ask)
         self._num_asked += 1
         request = Request(ask, gateway, now, self._num_asked)
-        refusal = self._refusal(ask, now)
-        if refusal is not None:
-            return [_rejected(request, refusal)]
+        queued, sizes = len(self.requests.queued), self._sequence_sizes()
+        refused = refusal(ask, self.limits, sizes, queued, self._pace.retry_after_s(queued, now))
+        if refused is not None:
+            return [_rejected(request, refused)]
         block_tokens = self.limits.block_tokens
         useful = (len(ask.prompt) - 1) // block_tokens * block_tokens
         request.digests = tuple(chain(ask.prompt[:useful], block_tokens, self.limits.prefix_key))
@@ -180,7 +168,7 @@ class Dispatcher:
         request = self._current(sender, message)
         if request is None or request.stage in (Stage.PINNING, Stage.WAITING):
             return self._drop(message)
-        self._finished_at = [*self._finished_at[-63:], now]
+        self._pace.finished(now)
         return self._end(request) + self._advance(now)
 
     def failed(self, sender: str, message: Failed, now: float) -> list[Order]:
@@ -321,6 +309,12 @@ class Dispatcher:
         handle = request.prefilled.handle if request.prefilled else None
         return sum(len(segment.blocks) for segment in handle.segments if segment.owner == name) if handle else 0
 
+    def _sequence_sizes(self) -> list[int]:
+        """Return how many tokens each engine that carries sequences to their end could hold of one."""
+        roles = ("decode", "worker")
+        blocks = [e.load.max_blocks for e in self.engines.values() if e.member.role in roles and e.load.max_blocks]
+        return [count * self.limits.block_tokens for count in blocks]
+
     def _views(self, *roles: str) -> list[EngineView]:
         views = []
         for name, engine in self.engines.items():
@@ -362,43 +356,6 @@ class Dispatcher:
         for start in asked:
             del request.pins[start]
         return self._start(request) if asked and not request.pins else []
-
-    def _refusal(self, ask: Generate, now: float) -> errors.PDError | None:
-        """Say why a new request cannot be taken; None when it can."""
-        limits = self.limits
-        if len(ask.prompt) >= limits.max_model_len:
-            return errors.PromptTooLong(
-                f"prompt has {len(ask.prompt)} tokens; model.max_model_len {limits.max_model_len} leaves no room"
-            )
-        too_big = self._never_fits(len(ask.prompt), ask.sampling.max_tokens)
-        if too_big is not None:
-            return too_big
-        queued = len(self.requests.queued)
-        if queued >= limits.max_queue:
-            wait_s = self._retry_after_s(queued, now)
-            return errors.Overloaded(f"{queued} requests are waiting (router.max_queue)", retry_after_s=wait_s)
-        return None
-
-    def _never_fits(self, prompt_tokens: int, max_tokens: int) -> errors.PDError | None:
-        """Say why no engine could ever hold the request: one that starves may have to compute all of it by itself."""
-        for roles, tokens in ((FIRST_ROLES, prompt_tokens), (("decode", "worker"), prompt_tokens + max_tokens - 1)):
-            sizes = [e.load.max_blocks for e in self.engines.values() if e.member.role in roles and e.load.max_blocks]
-            limit = max(sizes, default=0) * self.limits.block_tokens
-            if not limit or tokens <= limit:
-                continue
-            if prompt_tokens >= limit:
-                return errors.PromptTooLong(f"prompt has {prompt_tokens} tokens; kv.memory holds {limit} of a sequence")
-            return errors.BadRequest(
-                f"max_tokens: {max_tokens} after a prompt of {prompt_tokens} tokens do not fit; kv.memory holds "
-                f"{limit} of a sequence"
-            )
-        return None
-
-    def _retry_after_s(self, queued: int, now: float) -> float:
-        if len(self._finished_at) < 2 or now <= self._finished_at[0]:
-            return 1.0
-        rate = len(self._finished_at) / (now - self._finished_at[0])
-        return round(max(0.1, queued / rate), 1)
 
     def _reject(self, request: Request, error: errors.PDError) -> list[Order]:
         return [_rejected(request, error), *self._end(request)]

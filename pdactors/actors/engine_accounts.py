@@ -1,0 +1,61 @@
+"""What an engine says of itself, in heartbeats and when it is asked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdactors.errors import InvariantError
+from pdactors.messages import LeaseInfo, Load, Report
+
+if TYPE_CHECKING:
+    from pdactors.actors.engine import EngineActor
+
+
+def load(actor: EngineActor) -> Load:
+    """Describe what there is to do, what memory holds, and how steps went."""
+    engine = actor.engine
+    sequences = [*engine.running, *engine.waiting]
+    borrowed = {block for s in sequences for block in (s.borrowed or s.lent.values())}
+    prefill, decode = actor.steps.uses()
+    return Load(
+        running=len(engine.running),
+        waiting=len(engine.waiting),
+        pending_tokens=sum(s.num_pending for s in sequences if s.is_prompt),
+        max_sequences=actor.spec.config.engine.max_batch,
+        max_blocks=actor.extents.max_blocks,
+        blocks=msgspec.structs.replace(actor.pool.account(), leased_in=len(borrowed)),
+        step_ms=actor.steps.times(),
+        blocks_lacking=engine.blocks_lacking(),
+        prompt_tokens_computed=engine.num_computed,
+        num_preempted=engine.num_preempted,
+        prefill_use=prefill,
+        decode_use=decode,
+    )
+
+
+def report(actor: EngineActor, plain: Report) -> Report:
+    """Add to what every actor reports: requests held, leases given, and what is wrong with the books."""
+    names = {member.slot: member.name for member in actor.fleet.members if member.node == actor.spec.node}
+    now = actor.clock()
+    given = [
+        LeaseInfo(
+            lessor=actor.spec.name,
+            holder="" if lease.holder_slot is None else names.get(lease.holder_slot, f"slot {lease.holder_slot}"),
+            request=lease.request,
+            attempt=lease.attempt,
+            num_blocks=len(lease.blocks),
+            expires_s=round(lease.expires_s - now, 3),
+        )
+        for lease in actor.loans.live()
+    ]
+    faults = []
+    try:
+        actor.check()
+    except InvariantError as error:
+        faults.append(error.message)
+    sequences = (*actor.engine.running, *actor.engine.waiting)
+    return msgspec.structs.replace(
+        plain, requests=tuple(s.request for s in sequences), leases=tuple(given), faults=tuple(faults)
+    )

@@ -1,0 +1,68 @@
+"""Who gets in: what can never be served is refused at once, what cannot be served soon, with a time. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdactors.errors import BadRequest, Overloaded, PDError, PromptTooLong
+from pdactors.messages import Generate
+from pdactors.policy.placement import PlacementPolicy
+
+NUM_FINISHES = 64  # that the rate is measured over
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What of the cluster file the router decides by."""
+
+    block_tokens: int
+    max_model_len: int
+    max_queue: int
+    request_timeout_s: float
+    prefix_key: bytes
+    policy: PlacementPolicy = "locality"
+    max_distance: int = 2
+    can_migrate: bool = False
+
+
+class Pace:
+    """How fast requests finish."""
+
+    def __init__(self) -> None:
+        self._finished_at: deque[float] = deque(maxlen=NUM_FINISHES)
+
+    def finished(self, now: float) -> None:
+        """Note that a request finished."""
+        self._finished_at.append(now)
+
+    def retry_after_s(self, queued: int, now: float) -> float:
+        """Return when `queued` requests will have had their turn, by the recent rate; 1 s where there is none."""
+        if len(self._finished_at) < 2 or now <= self._finished_at[0]:
+            return 1.0
+        rate = len(self._finished_at) / (now - self._finished_at[0])
+        return round(max(0.1, queued / rate), 1)
+
+
+def refusal(
+    ask: Generate, limits: Limits, sequence_sizes: Sequence[int], queued: int, retry_after_s: float
+) -> PDError | None:
+    """Say why a new request cannot be taken; None when it can.
+
+    `sequence_sizes` are the tokens that each engine could hold of one sequence, as far as that is known. An engine that
+    starves may have to hold a whole sequence by itself, so prompt and answer together count.
+    """
+    prompt, answer = len(ask.prompt), ask.sampling.max_tokens
+    if prompt >= limits.max_model_len:
+        return PromptTooLong(f"prompt has {prompt} tokens; model.max_model_len {limits.max_model_len} leaves no room")
+    size = max(sequence_sizes, default=0)
+    if size and prompt >= size:
+        return PromptTooLong(f"prompt has {prompt} tokens; kv.memory holds {size} of a sequence")
+    if size and prompt + answer - 1 > size:
+        return BadRequest(
+            f"max_tokens: {answer} after a prompt of {prompt} tokens do not fit; kv.memory holds {size} of a sequence"
+        )
+    if queued >= limits.max_queue:
+        return Overloaded(f"{queued} requests are waiting (router.max_queue)", retry_after_s=retry_after_s)
+    return None
