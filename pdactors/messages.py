@@ -312,6 +312,31 @@ class Exited(Message, frozen=True):
 
     name: str
     incarnation: int
+    is_final: bool = False  # it was retired; there is no successor
+
+
+class DrainActor(Message, frozen=True):
+    """Gateway: give an engine no new work, and retire it when what it has is finished."""
+
+    query: int
+    name: str
+
+
+class Scale(Message, frozen=True):
+    """Gateway: start or drain engines until a node has `count` of a role."""
+
+    query: int
+    node: str
+    role: Role
+    count: Annotated[int, Meta(ge=0, le=256)]
+
+
+class EnginesStarted(Message, frozen=True):
+    """Supervisor: what came of StartEngines; `error` says what did not."""
+
+    query: int
+    names: tuple[str, ...]
+    error: str = ""
 
 
 class Drain(Message, frozen=True):
@@ -335,6 +360,23 @@ class Inspect(Message, frozen=True):
 class Inspected(Message, frozen=True):
     query: int
     report: Report
+
+
+# ---- To the supervisor --------
+
+
+class StartEngines(Message, frozen=True):
+    query: int
+    node: str
+    role: Role
+    count: int
+
+
+class Retire(Message, frozen=True):
+    """End an engine that holds nothing any more, for good."""
+
+    name: str
+    incarnation: int
 
 
 # ---- To an engine, from the router --------
@@ -414,6 +456,15 @@ class Fleet(Message, frozen=True):
     is_draining: bool = False  # nothing new is taken
 
 
+class Answered(Message, frozen=True):
+    """Router: the answer to a DrainActor or Scale; an `error` says why nothing was done."""
+
+    query: int
+    started: tuple[str, ...] = ()
+    draining: tuple[str, ...] = ()
+    error: str = ""
+
+
 class Surveyed(Message, frozen=True):
     """Router: the reports of everyone that answered an Inspect."""
 
@@ -442,6 +493,12 @@ class RecallExtents(Message, frozen=True):
     count: int
 
 
+class Retired(Message, frozen=True):
+    """Router, to the migrator: the engine of that slot is gone for good; what it owned is free."""
+
+    slot: int
+
+
 class ReturnExtents(Message, frozen=True):
     extents: tuple[int, ...]
 
@@ -452,7 +509,8 @@ Control: TypeAlias = (
     | CacheChanged | Pinned | Exited | Drain | Fence | Inspect | Inspected
     | Prefill | Decode | Pin | CopyOut | Release
     | Tokens | Rejected | Fleet | Surveyed
-    | WantExtents | Extents | RecallExtents | ReturnExtents
+    | WantExtents | Extents | RecallExtents | ReturnExtents | Retired
+    | DrainActor | Scale | StartEngines | EnginesStarted | Retire | Answered
 )  # fmt: skip
 
 # ---- Between a client and the gateway (the line protocol's objects; JSON over TCP, msgpack over ZeroMQ) --------
@@ -586,7 +644,21 @@ class ClientAsk(Message, frozen=True):
     what: Literal["status", "leaks"]
 
 
-ToGateway: TypeAlias = ClientHello | ClientRequest | ClientCancel | ClientPing | ClientBye | ClientAsk
+class ClientDrain(Message, frozen=True):
+    id: RequestId
+    actor: str
+
+
+class ClientScale(Message, frozen=True):
+    id: RequestId
+    node: str
+    role: Role
+    count: Annotated[int, Meta(ge=0, le=256)]
+
+
+ToGateway: TypeAlias = (
+    ClientHello | ClientRequest | ClientCancel | ClientPing | ClientBye | ClientAsk | ClientDrain | ClientScale
+)
 
 
 class ClientWelcome(Message, frozen=True):

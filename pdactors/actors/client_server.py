@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from pdactors.errors import BadRequest, Overloaded, PDError, RequestTimeout, Unauthorized
+from pdactors.errors import BadRequest, Overloaded, PDError, Unauthorized
 from pdactors.messages import (
     PROTOCOL_VERSION,
     AnswerEvent,
@@ -17,11 +17,13 @@ from pdactors.messages import (
     ClientAsk,
     ClientBye,
     ClientCancel,
+    ClientDrain,
     ClientEvents,
     ClientHello,
     ClientPing,
     ClientPong,
     ClientRequest,
+    ClientScale,
     ClientWelcome,
     ErrorEvent,
     Message,
@@ -61,6 +63,8 @@ class ClientServer:
         self._on(ClientRequest, self._request)
         self._on(ClientCancel, self._cancel)
         self._on(ClientAsk, self._ask)
+        self._on(ClientDrain, self._drain)
+        self._on(ClientScale, self._scale)
         self._on(ClientPing, lambda peer, _client, _message: self._send(peer, ClientPong()))
         self._on(ClientBye, lambda peer, _client, _message: self._forget(peer))
 
@@ -130,14 +134,21 @@ class ClientServer:
             self._gateway.cancel(request)
 
     def _ask(self, peer: Peer, _client: _Client, message: ClientAsk) -> None:
-        async def answer() -> None:
-            try:
-                event: AnyEvent = AnswerEvent(message.id, await self._gateway.ask(message.what))
-            except RequestTimeout as error:
-                return self._fail(peer, message.id, error)
-            return self._send(peer, ClientEvents((event,)))
+        self._gateway.spawn(self._answer(peer, message.id, self._gateway.ask(message.what)))
 
-        self._gateway.spawn(answer())
+    def _drain(self, peer: Peer, _client: _Client, message: ClientDrain) -> None:
+        self._gateway.spawn(self._answer(peer, message.id, self._gateway.drain(message.actor)))
+
+    def _scale(self, peer: Peer, _client: _Client, message: ClientScale) -> None:
+        answer = self._gateway.scale(message.node, message.role, message.count)
+        self._gateway.spawn(self._answer(peer, message.id, answer))
+
+    async def _answer(self, peer: Peer, id: RequestId, coming: Coroutine[Any, Any, dict[str, Any]]) -> None:
+        try:
+            event: AnyEvent = AnswerEvent(id, await coming)
+        except PDError as error:
+            return self._fail(peer, id, error)
+        return self._send(peer, ClientEvents((event,)))
 
     def _sweep(self) -> None:
         now = self._gateway.clock()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 
@@ -40,18 +41,17 @@ class Ready(Struct, frozen=True):
     actors: tuple[ReadyActor, ...]
 
 
-async def announce(ready: Ready) -> asyncio.Server:
+async def announce(run_id: str, ready: Callable[[], Ready]) -> asyncio.Server:
     """Tell everyone who asks; close the server to stop."""
-    data = msgspec.json.encode(ready)
 
     async def answer(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(data)
+        writer.write(msgspec.json.encode(ready()))
         with contextlib.suppress(ConnectionError):
             await writer.drain()
         writer.close()
 
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listening.bind(f"\0{_prefix()}{ready.run_id}")
+    listening.bind(f"\0{_prefix()}{run_id}")
     return await asyncio.start_unix_server(answer, sock=listening)
 
 

@@ -21,17 +21,22 @@ from pdactors.actors.line_server import LineServer
 from pdactors.actors.spec import ActorSpec
 from pdactors.errors import BadRequest, Overloaded, PDError, PromptTooLong, RequestTimeout, error_for
 from pdactors.messages import (
+    Answered,
     Cancel,
+    DrainActor,
     ErrorEvent,
     FinishReason,
     Generate,
     Inspect,
     Load,
     Member,
+    Message,
     Rejected,
     Report,
     RequestBody,
     RequestId,
+    Role,
+    Scale,
     Surveyed,
     Tokens,
 )
@@ -41,9 +46,7 @@ from pdactors.transport import Transport
 
 LONG_TEXT = 20_000  # characters that are tokenised aside, so that the loop goes on
 ROUTER_GRACE_S = 5.0  # what the router gets beyond a request's own limit to say that it is over
-ASK_TIMEOUT_S = 3.0
-
-Survey = Callable[[Surveyed], dict[str, Any]]
+ASK_TIMEOUT_S = 15.0  # more than a fork of an engine takes
 
 
 class Gateway(Actor):
@@ -54,13 +57,14 @@ class Gateway(Actor):
         self.answers: dict[str, Answer] = {}
         self.token = spec.config.security.client_token()
         self.tokenizer: Tokenizer | None = None
-        self._questions: dict[int, tuple[Survey, asyncio.Future[dict[str, Any]]]] = {}
+        self._questions: dict[int, asyncio.Future[Surveyed | Answered]] = {}
         self._num_questions = 0
         self._lines = LineServer(self)
         self._clients = ClientServer(self, transport)
         self.accept(Tokens, self._on_tokens, "prefill", "decode", "worker")
         self.accept(Rejected, self._on_rejected, "router")
-        self.accept(Surveyed, self._on_surveyed, "router")
+        self.accept(Surveyed, self._on_answer, "router")
+        self.accept(Answered, self._on_answer, "router")
 
     # ---- Life --------
 
@@ -116,16 +120,27 @@ class Gateway(Actor):
         Raises:
             RequestTimeout: the router does not answer.
         """
-        spec = self.spec
-        survey: Survey = accounts.leaks
-        if what == "status":
-            mode, model = spec.config.cluster.mode, spec.model.name
-            survey = lambda found: accounts.status(spec.run_id, mode, model, found)  # noqa: E731
+        found = await self._question(Inspect)
+        assert isinstance(found, Surveyed)
+        if what == "leaks":
+            return accounts.leaks(found)
+        return accounts.status(self.spec.run_id, self.spec.config.cluster.mode, self.spec.model.name, found)
+
+    async def drain(self, actor: str) -> dict[str, Any]:
+        """Have an engine drained; raises BadRequest where it cannot be, and what `ask` raises."""
+        return self._outcome(await self._question(lambda query: DrainActor(query, actor)))
+
+    async def scale(self, node: str, role: Role, count: int) -> dict[str, Any]:
+        """Have engines started or drained; raises what `drain` raises."""
+        return self._outcome(await self._question(lambda query: Scale(query, node, role, count)))
+
+    async def _question(self, make: Callable[[int], Message]) -> Surveyed | Answered:
+        """Ask the router, and wait for its answer at most `ASK_TIMEOUT_S`."""
         self._num_questions += 1
         question = self._num_questions
-        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._questions[question] = (survey, future)
-        self.tell(ROUTER, Inspect(question))
+        future: asyncio.Future[Surveyed | Answered] = asyncio.get_running_loop().create_future()
+        self._questions[question] = future
+        self.tell(ROUTER, make(question))
         try:
             async with asyncio.timeout(ASK_TIMEOUT_S):
                 return await future
@@ -133,6 +148,12 @@ class Gateway(Actor):
             raise RequestTimeout(f"the router did not answer within {ASK_TIMEOUT_S:.0f} s") from None
         finally:
             del self._questions[question]
+
+    def _outcome(self, answer: Surveyed | Answered) -> dict[str, Any]:
+        assert isinstance(answer, Answered)
+        if answer.error:
+            raise BadRequest(answer.error)
+        return {"started": list(answer.started), "draining": list(answer.draining)}
 
     # ---- From text to tokens --------
 
@@ -218,11 +239,11 @@ class Gateway(Actor):
             return self.drop("late rejection", request=message.request)
         return self._fail(answer, error_for(message.code, message.message, message.retry_after_s))
 
-    def _on_surveyed(self, _sender: Member, message: Surveyed) -> None:
-        survey, future = self._questions.get(message.query, (None, None))
-        if survey is None or future is None or future.done():
-            return self.drop("late survey")
-        return future.set_result(survey(message))
+    def _on_answer(self, _sender: Member, message: Surveyed | Answered) -> None:
+        future = self._questions.get(message.query)
+        if future is None or future.done():
+            return self.drop("late answer")
+        return future.set_result(message)
 
     # ---- Endings --------
 

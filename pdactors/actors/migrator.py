@@ -12,7 +12,7 @@ import msgspec
 from pdactors.actors.actor import Actor
 from pdactors.actors.spec import ENGINES, ActorSpec
 from pdactors.kv.arena import Arena
-from pdactors.messages import Blocks, Extents, Load, Member, RecallExtents, Report, ReturnExtents, WantExtents
+from pdactors.messages import Blocks, Extents, Load, Member, RecallExtents, Report, Retired, ReturnExtents, WantExtents
 from pdactors.policy import extents
 from pdactors.transport import Transport
 
@@ -31,6 +31,7 @@ class Migrator(Actor):
         self._demand: dict[int, int] = {}  # slot -> extents that it asked for and did not get
         self.accept(WantExtents, self._on_want, *ENGINES)
         self.accept(ReturnExtents, self._on_return, *ENGINES)
+        self.accept(Retired, self._on_retired, "router")
 
     def open(self) -> None:
         self.listen("tcp://127.0.0.1:0")
@@ -48,6 +49,14 @@ class Migrator(Actor):
             if not 0 <= extent < self.arena.num_extents or self.arena.extent_owner(extent) != sender.slot:
                 self.drop("foreign extent", sender=sender.name, extent=extent)
                 continue
+            self.arena.set_extent_owner(extent, None)
+        self._serve()
+
+    def _on_retired(self, _sender: Member, message: Retired) -> None:
+        """Free what an engine owned that was drained; nobody reads it any more."""
+        self._names.pop(message.slot, None)
+        self._demand.pop(message.slot, None)
+        for extent in self.arena.extents_of(message.slot):
             self.arena.set_extent_owner(extent, None)
         self._serve()
 

@@ -12,9 +12,12 @@ from pdactors.errors import PDError
 from pdactors.kv.prefix import cache_key
 from pdactors.messages import (
     Adopted,
+    Answered,
     CacheChanged,
     Cancel,
     Drain,
+    DrainActor,
+    EnginesStarted,
     Exited,
     Failed,
     Fence,
@@ -31,6 +34,12 @@ from pdactors.messages import (
     Prefilled,
     Rejected,
     Report,
+    Retire,
+    Retired,
+    Role,
+    Scale,
+    StartEngines,
+    State,
     Surveyed,
 )
 from pdactors.policy.admission import Limits
@@ -72,10 +81,15 @@ class Router(Actor):
         )
         self.liveness = Liveness(config.router.dead_after_ms / 1000)
         self._is_draining = False
+        self._draining: set[str] = set()  # engines that get no new work
+        self._scaling: dict[int, Member] = {}  # questions that a supervisor works on, and who asked
         self._surveys: dict[int, Survey] = {}
         self._num_surveys = 0
         self.accept(Heartbeat, self._on_heartbeat, "gateway", "migrator", "supervisor", *ENGINES)
         self.accept(Exited, self._on_exited, "supervisor")
+        self.accept(DrainActor, self._on_drain_actor, "gateway")
+        self.accept(Scale, self._on_scale, "gateway")
+        self.accept(EnginesStarted, self._on_engines_started, "supervisor")
         self.accept(Drain, self._on_drain, "supervisor")
         self.accept(Generate, self._on_generate, "gateway")
         self.accept(Cancel, self._on_cancel, "gateway")
@@ -132,8 +146,9 @@ class Router(Actor):
             return self.drop("heartbeat of the lost", sender=sender.name)
         if message.state != "starting":  # loading holds an actor up for longer than a death would
             self.liveness.heard(sender.name, now)
-        if known.state != message.state:
-            self.members[sender.name] = msgspec.structs.replace(known, state=message.state)
+        state: State = "draining" if sender.name in self._draining and message.state == "ready" else message.state
+        if known.state != state:
+            self.members[sender.name] = msgspec.structs.replace(known, state=state)
             self.beat()
         if sender.role in ENGINES:
             self._perform(self.dispatcher.joined(self.members[sender.name], message.load, now))
@@ -145,6 +160,7 @@ class Router(Actor):
             self._fence(name)
         self._perform(self.dispatcher.tick(now))
         self.dispatcher.check()
+        self._retire_idle()
         for survey in [s for s in self._surveys.values() if now - s.asked_s > SURVEY_TIMEOUT_S]:
             self._finish(survey)
 
@@ -168,13 +184,83 @@ class Router(Actor):
         del self.members[message.name]
         self.liveness.forget(message.name)
         self.dismiss(message.name)
-        self.log.warning("actor lost", peer=message.name)
         self._perform(self.dispatcher.lost(message.name, self.clock()))
+        if message.is_final:
+            self._draining.discard(message.name)
+            self.log.info("actor retired", peer=message.name)
+            self.tell(f"{member.node}/migrator", Retired(member.slot))
+        else:
+            self.log.warning("actor lost", peer=message.name)
         return self.beat()
 
     def _on_drain(self, _sender: Member, _message: Drain) -> None:
         self._is_draining = True
         self.beat()
+
+    # ---- Fewer and more engines --------
+
+    def _on_drain_actor(self, sender: Member, message: DrainActor) -> None:
+        member = self.members.get(message.name)
+        if member is None or member.role not in ENGINES:
+            engines = sorted(name for name, other in self.members.items() if other.role in ENGINES)
+            error = f"no engine is called {message.name}; there are {', '.join(engines)}"
+            return self._answer_query(sender, Answered(message.query, error=error))
+        if message.name not in self._draining and len(self._ready(member.role)) < 2:
+            error = f"{message.name} is the last {member.role}; scale up before it is drained"
+            return self._answer_query(sender, Answered(message.query, error=error))
+        self._drain_engine(member)
+        return self._answer_query(sender, Answered(message.query, draining=(message.name,)))
+
+    def _on_scale(self, sender: Member, message: Scale) -> None:
+        here = [m for m in self._ready(message.role) if m.node == message.node]
+        supervisors = [m for m in self.members.values() if m.role == "supervisor" and m.node == message.node]
+        rest = len(self._ready(message.role)) - len(here) + message.count
+        expected = ("prefill", "decode") if self.spec.config.is_separated else ("worker",)
+        error = ""
+        if message.role not in expected:
+            error = f"mode {self.spec.config.cluster.mode} has {' and '.join(expected)} engines, no {message.role}"
+        elif not supervisors:
+            error = f"no node is called {message.node}"
+        elif rest < 1:
+            error = f"at least one {message.role} is needed"
+        if error:
+            return self._answer_query(sender, Answered(message.query, error=error))
+        if message.count > len(here):
+            self._scaling[message.query] = sender
+            missing = message.count - len(here)
+            self.tell(supervisors[0].name, StartEngines(message.query, message.node, message.role, missing))
+            return None
+        surplus = sorted(here, key=lambda m: m.slot)[message.count :]
+        for member in surplus:
+            self._drain_engine(member)
+        return self._answer_query(sender, Answered(message.query, draining=tuple(m.name for m in surplus)))
+
+    def _on_engines_started(self, _sender: Member, message: EnginesStarted) -> None:
+        asker = self._scaling.pop(message.query, None)
+        if asker is None:
+            return self.drop("late answer")
+        return self._answer_query(asker, Answered(message.query, started=message.names, error=message.error))
+
+    def _answer_query(self, asker: Member, answer: Answered) -> None:
+        self.tell(asker.name, answer)
+
+    def _ready(self, role: Role) -> list[Member]:
+        return [m for m in self.members.values() if m.role == role and m.state == "ready"]
+
+    def _drain_engine(self, member: Member) -> None:
+        self._draining.add(member.name)
+        self.members[member.name] = msgspec.structs.replace(member, state="draining")
+        engine = self.dispatcher.engines.get(member.name)
+        load = engine.load if engine is not None else Load()
+        self._perform(self.dispatcher.joined(self.members[member.name], load, self.clock()))
+        self.beat()
+
+    def _retire_idle(self) -> None:
+        """End the drained engines that no request needs any more."""
+        for name in self._draining:
+            member = self.members.get(name)
+            if member is not None and self.dispatcher.is_idle(name):
+                self.tell(f"{member.node}/supervisor", Retire(name, member.incarnation))
 
     # ---- Requests --------
 

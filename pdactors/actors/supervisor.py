@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from pdactors.actors.actor import ROUTER, Actor
+from pdactors.actors.blueprint import ENGINE_OVERHEAD_BYTES, SPARE_SLOTS
 from pdactors.actors.discovery import Ready, ReadyActor, announce
 from pdactors.actors.process import Nursery, Process, become_subreaper, spawn_actor
 from pdactors.actors.spec import ENGINES, ActorSpec
+from pdactors.config.memory import available_bytes, format_size
 from pdactors.errors import PDError
-from pdactors.messages import Drain, Exited, Fence, Fleet, Member
+from pdactors.messages import Drain, EnginesStarted, Exited, Fence, Fleet, Member, Retire, Role, StartEngines
 from pdactors.transport import Transport
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.2, 30.0
@@ -31,6 +33,7 @@ class Child:
 
     def __init__(self, spec: ActorSpec, nursery: Nursery) -> None:
         self.spec = spec
+        self.is_retired = False
         self.process: Process | None = None
         self.started_s = 0.0
         self.backoff_s = FIRST_BACKOFF_S
@@ -78,6 +81,8 @@ class Supervisor(Actor):
         self._server: asyncio.Server | None = None
         self.accept(Fleet, self._on_news, "router")
         self.accept(Fence, self._on_fence, "router")
+        self.accept(StartEngines, self._on_start_engines, "router")
+        self.accept(Retire, self._on_retire, "router")
 
     async def start(self) -> None:
         become_subreaper()
@@ -85,9 +90,8 @@ class Supervisor(Actor):
             await child.start()
             self.spawn(self._watch(child))
         await self._until(self._all_ready)
-        ready = self._ready()
-        self._server = await announce(ready)
-        self._tell_ready(ready)
+        self._server = await announce(self.spec.run_id, self._ready)
+        self._tell_ready(self._ready())
 
     async def close(self) -> None:
         """End the run: drain for a moment, let the gateway say goodbye, then end everyone."""
@@ -125,6 +129,10 @@ class Supervisor(Actor):
             status = await child.ended()
             if self.state == "stopping" or self._stop.is_set():
                 return
+            if child.is_retired:
+                del self._children[child.spec.name]
+                self.tell(ROUTER, Exited(child.spec.name, child.spec.incarnation, is_final=True))
+                return
             self.log.error("actor ended", peer=child.spec.name, status=status)
             if self._server is None:
                 self.stop(PDError(f"{child.spec.name} ended with status {status} while the cluster started"))
@@ -145,6 +153,53 @@ class Supervisor(Actor):
             return self.drop("fence of the unknown", name=message.name)
         self.log.error("actor fenced", peer=message.name, reason=message.reason)
         return child.send(signal.SIGKILL)
+
+    # ---- Fewer and more engines --------
+
+    def _on_retire(self, _sender: Member, message: Retire) -> None:
+        child = self._children.get(message.name)
+        if child is None or child.spec.incarnation != message.incarnation:
+            return self.drop("retirement of the unknown", name=message.name)
+        child.is_retired = True
+        return child.send(signal.SIGTERM)
+
+    def _on_start_engines(self, _sender: Member, message: StartEngines) -> None:
+        self.spawn(self._start_engines(message))
+
+    async def _start_engines(self, message: StartEngines) -> None:
+        started: list[str] = []
+        error = ""
+        try:
+            for _ in range(message.count):
+                child = Child(self._new_engine(message.node, message.role), self._nursery)
+                self._children[child.spec.name] = child
+                await child.start()
+                self.spawn(self._watch(child))
+                started.append(child.spec.name)
+        except PDError as refused:
+            error = refused.message
+        self.tell(ROUTER, EnginesStarted(message.query, tuple(started), error))
+
+    def _new_engine(self, node: str, role: Role) -> ActorSpec:
+        """Plan one more engine in the first free slot of a node's arena.
+
+        Raises:
+            PDError: there is no slot or no memory for it.
+        """
+        here = [child.spec for child in self._children.values() if child.spec.node == node]
+        migrator = next(spec for spec in here if spec.role == "migrator")
+        slots = {spec.slot for spec in here}
+        free = [slot for slot in range(migrator.num_engines + SPARE_SLOTS) if slot not in slots]
+        if not free:
+            raise PDError(f"the arena of {node} has no slot for another engine")
+        available = available_bytes()
+        if available < ENGINE_OVERHEAD_BYTES:
+            raise PDError(
+                f"an engine needs {format_size(ENGINE_OVERHEAD_BYTES)}; {format_size(available)} are available"
+            )
+        names = {spec.name for spec in here}
+        name = next(name for i in range(len(here) + 1) if (name := f"{node}/{role}-{i}") not in names)
+        return msgspec.structs.replace(migrator, name=name, role=role, slot=free[0])
 
     # ---- Readiness --------
 

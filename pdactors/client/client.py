@@ -11,10 +11,10 @@ import contextlib
 import itertools
 import secrets
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import msgspec
 
@@ -26,16 +26,19 @@ from pdactors.messages import (
     ClientAsk,
     ClientBye,
     ClientCancel,
+    ClientDrain,
     ClientEvents,
     ClientHello,
     ClientPing,
     ClientRequest,
+    ClientScale,
     ClientWelcome,
     DoneEvent,
     ErrorEvent,
     Message,
     RequestBody,
     RequestId,
+    Role,
     Timing,
     TokenEvent,
     Usage,
@@ -185,20 +188,36 @@ class AsyncClient:
 
     async def status(self) -> dict[str, Any]:
         """Return what `pdactors status --json` prints."""
-        return await self._ask("status")
+        return await self._question(lambda id: ClientAsk(id, "status"))
 
     async def leaks(self) -> dict[str, Any]:
         """Return what is held in the cluster for nobody."""
-        return await self._ask("leaks")
+        return await self._question(lambda id: ClientAsk(id, "leaks"))
+
+    async def drain(self, actor: str) -> dict[str, Any]:
+        """Give an engine no new work and have it stopped when it is done; returns at once with what is draining.
+
+        Raises:
+            BadRequest: there is no such engine, or it is the last of its role.
+        """
+        return await self._question(lambda id: ClientDrain(id, actor))
+
+    async def scale(self, node: str, role: Role, count: int) -> dict[str, Any]:
+        """Start or drain engines until `node` has `count` of `role`; returns what was started and what is draining.
+
+        Raises:
+            BadRequest: the node or role is unknown, or there is no room.
+        """
+        return await self._question(lambda id: ClientScale(id, node, role, count))
 
     # ---- Private --------
 
-    async def _ask(self, what: Literal["status", "leaks"]) -> dict[str, Any]:
+    async def _question(self, make: Callable[[RequestId], Message]) -> dict[str, Any]:
         id = next(self._ids)
         inbox: asyncio.Queue[AnyEvent | PDError] = asyncio.Queue()
         self._inboxes[id] = inbox
         try:
-            self._send(ClientAsk(id, what))
+            self._send(make(id))
             event = _checked(await inbox.get())
         finally:
             self._inboxes.pop(id, None)
@@ -300,6 +319,14 @@ class Client:
     def leaks(self) -> dict[str, Any]:
         """Return what is held in the cluster for nobody."""
         return self._wait(self._client.leaks())
+
+    def drain(self, actor: str) -> dict[str, Any]:
+        """Have an engine drained; see `AsyncClient.drain`."""
+        return self._wait(self._client.drain(actor))
+
+    def scale(self, node: str, role: Role, count: int) -> dict[str, Any]:
+        """Have engines started or drained; see `AsyncClient.scale`."""
+        return self._wait(self._client.scale(node, role, count))
 
     def close(self) -> None:
         """Cancel what is under way and disconnect; idempotent."""
