@@ -1,4 +1,7 @@
-"""The entry of an actor's process: `python -m pdactors.actors NAME RUN_ID`, with its spec on standard input."""
+"""The entry of an actor's process: `python -m pdactors.actors NAME RUN_ID`.
+
+Its spec comes over standard input; if it fails, the reason goes out over standard output.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,24 @@ from pdactors.messages import Role
 from pdactors.transport import Transport, transport_for
 
 PR_SET_PDEATHSIG = 1
+MAX_REASON_BYTES = 2000  # a pipe takes so much without a reader
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
     """Read the spec, become the actor, leave with its status."""
     spec = decode_spec(sys.stdin.buffer.read())
+    to_supervisor = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever libraries print is log
     configure()
     _die_with(spec)
-    status = asyncio.run(_live(spec))
+    reason = asyncio.run(_live(spec))
     if _is_orphan(spec):
         remove_ready_file(Path(spec.ready_file), spec.run_id)
     sys.stderr.flush()
-    os._exit(status)  # a step may be running in the worker thread; nothing is left to tidy up
+    if reason is not None:
+        os.write(to_supervisor, reason.encode()[:MAX_REASON_BYTES])
+    os._exit(0 if reason is None else 1)  # a step may be running in the worker thread; nothing is left to tidy up
 
 
 def _die_with(spec: ActorSpec) -> None:
@@ -50,7 +58,8 @@ def _is_orphan(spec: ActorSpec) -> bool:
     return os.getppid() != spec.supervisor_pid
 
 
-async def _live(spec: ActorSpec) -> int:
+async def _live(spec: ActorSpec) -> str | None:
+    """Be the actor; return why it failed, None if it was asked to stop."""
     log = get_logger(actor=spec.name, node=spec.node)
     try:
         actor = _class_of(spec.role)(spec, transport_for(spec.control))
@@ -58,11 +67,11 @@ async def _live(spec: ActorSpec) -> int:
         await actor.run()
     except PDError as error:
         log.error("actor ends", code=error.code, reason=error.message)
-        return 1
-    except Exception:
+        return error.message
+    except Exception as error:
         log.exception("actor ends")
-        return 1
-    return 0
+        return repr(error)
+    return None
 
 
 def _class_of(role: Role) -> Callable[[ActorSpec, Transport], Actor]:

@@ -45,6 +45,7 @@ from pdactors.transport import Transport
 
 SWEEP_S = 0.05
 QUIET_S = 0.02
+ASK_AGAIN_S = 0.1  # for memory
 
 
 class EngineActor(Actor):
@@ -157,7 +158,7 @@ class EngineActor(Actor):
             self._mind_memory(engine)
             step = engine.plan()
             if step is None:
-                await self._idle()
+                await self._idle(engine)
                 continue
             try:
                 result = await loop.run_in_executor(self._thread, engine.run, step)
@@ -169,14 +170,23 @@ class EngineActor(Actor):
                 continue
             self._publish(engine, engine.commit(step, result))
 
-    async def _idle(self) -> None:
-        """Wait for something to do, and check the books once it is quiet: others still hurry with what we just sent."""
+    async def _idle(self, engine: Engine) -> None:
+        """Wait for something to do, and check the books once it is quiet: others still hurry with what we just sent.
+
+        Whoever waits for memory asks for it again and again: what others could not spare may be free by now.
+        """
+        if await self._woken(QUIET_S):
+            return
+        self.check()
+        await self._woken(ASK_AGAIN_S if engine.waiting else None)
+
+    async def _woken(self, timeout_s: float | None) -> bool:
         try:
-            async with asyncio.timeout(QUIET_S):
+            async with asyncio.timeout(timeout_s):
                 await self._wake.wait()
         except TimeoutError:
-            self.check()
-            await self._wake.wait()
+            return False
+        return True
 
     def _publish(self, engine: Engine, outcomes: list[Outcome]) -> None:
         """Send the step's tokens in one message, then move each sequence on."""
@@ -230,7 +240,7 @@ class EngineActor(Actor):
         wanted = -(-lacking // self.arena.extent_blocks)
         if not wanted and engine.num_unreserved < self.arena.extent_blocks // 2:
             wanted = 1
-        if wanted and (wanted != self._num_wanted or self.clock() - self._asked_s > 0.1):
+        if wanted and (wanted != self._num_wanted or self.clock() - self._asked_s >= ASK_AGAIN_S):
             self._want(wanted)
 
     def _want(self, count: int) -> None:

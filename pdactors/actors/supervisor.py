@@ -47,7 +47,7 @@ class Child:
             self.spec.name,
             self.spec.run_id,
             stdin=asyncio.subprocess.PIPE,
-            stdout=sys.stderr.fileno(),
+            stdout=asyncio.subprocess.PIPE,
             pass_fds=fds,
             env=self._environment(),
         )
@@ -69,6 +69,16 @@ class Child:
         """Wait until the process is dead and reaped."""
         assert self.process is not None
         return await self.process.wait()
+
+    async def reason(self) -> str:
+        """Return what the dead process said about its end; "" if nothing."""
+        assert self.process is not None
+        assert self.process.stdout is not None
+        try:
+            async with asyncio.timeout(LAST_WORDS_S):
+                return " ".join((await self.process.stdout.read()).decode(errors="replace").split())
+        except TimeoutError:  # somebody inherited the pipe
+            return ""
 
 
 class Supervisor(Actor):
@@ -134,9 +144,11 @@ class Supervisor(Actor):
             status = await child.ended()
             if self.state == "stopping" or self._stop.is_set():
                 return
-            self.log.error("actor ended", peer=child.spec.name, status=status)
+            reason = await child.reason()
+            self.log.error("actor ended", peer=child.spec.name, status=status, reason=reason)
             if self._server is None:
-                self.stop(PDError(f"{child.spec.name} ended with status {status} while the cluster started"))
+                why = reason or f"it ended with status {status}"
+                self.stop(PDError(f"{child.spec.name} could not start: {why}"))
                 return
             self.tell(ROUTER, Exited(child.spec.name, child.spec.incarnation))
             if time.monotonic() - child.started_s > STABLE_AFTER_S:

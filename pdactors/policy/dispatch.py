@@ -244,9 +244,14 @@ class Dispatcher:
     # ---- Endings --------
 
     def _retry(self, request: Request, lost: str) -> list[Order]:
-        """Compute the prompt again elsewhere; the gateway drops a first token that it has already."""
+        """Compute the prompt again elsewhere; the gateway drops a first token that it has already.
+
+        Nobody waits for a successor to load a model: with no other prefill the client hears of it at once.
+        """
         if request.attempt >= MAX_ATTEMPTS:
             return self._reject(request, errors.WorkerLost(f"{lost} was lost in attempt {request.attempt}"))
+        if not self._views("prefill"):
+            return self._reject(request, errors.WorkerLost(f"{lost} was lost with the prompt, and it was the only one"))
         request.attempt += 1
         self.requests.move(request, Stage.QUEUED)
         return []
