@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "pdactors"
 ORDER = (
-    "errors version config token_ids messages transport kernels kv policy engine text actors client observe sim bench cli"
+    "errors version config token_ids messages transport kernels kv policy engine text actors client "
+    "observe sim bench cli"
 ).split()
 HOMES = {  # foreign library -> the only modules and packages that may import it
     "tokenizers": ("text/",),

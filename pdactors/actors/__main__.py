@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pdactors.actors.actor import Actor
 from pdactors.actors.discovery import remove_ready_file
-from pdactors.actors.process import die_with_parent
+from pdactors.actors.process import LastWords, die_with_parent
 from pdactors.actors.spec import ActorSpec, decode_spec
 from pdactors.config.logging import configure, get_logger
 from pdactors.errors import PDError
@@ -24,23 +24,27 @@ if TYPE_CHECKING:
 def main() -> NoReturn:
     """Read the spec, become the actor, leave with its status."""
     spec = decode_spec(sys.stdin.buffer.read())
+    last_words = LastWords()
     configure()
     # All are killed with their supervisor but for the gateway, which is told to stop, so that somebody is left to
     # remove the ready file.
     die_with_parent(spec.supervisor_pid, signal.SIGTERM if spec.role == "gateway" else signal.SIGKILL)
-    live(spec)
+    live(spec, last_words)
 
 
-def live(spec: ActorSpec, model: PagedModel | None = None) -> NoReturn:
+def live(spec: ActorSpec, last_words: LastWords, model: PagedModel | None = None) -> NoReturn:
     """Be the actor that `spec` describes, then end the process; an engine brings its model along."""
-    status = asyncio.run(_live(spec, model))
+    reason = asyncio.run(_live(spec, model))
     if os.getppid() != spec.supervisor_pid and spec.ready_file:
         remove_ready_file(Path(spec.ready_file), spec.run_id)
     sys.stderr.flush()
-    os._exit(status)  # a step may be running in the worker thread; nothing is left to tidy up
+    if reason is not None:
+        last_words.say(reason)
+    os._exit(0 if reason is None else 1)  # a step may be running in the worker thread; nothing is left to tidy up
 
 
-async def _live(spec: ActorSpec, model: PagedModel | None) -> int:
+async def _live(spec: ActorSpec, model: PagedModel | None) -> str | None:
+    """Be the actor; return why it failed, None if it was asked to stop."""
     log = get_logger(actor=spec.name, node=spec.node)
     try:
         actor = _make(spec, transport_for(spec.control), model)
@@ -48,11 +52,11 @@ async def _live(spec: ActorSpec, model: PagedModel | None) -> int:
         await actor.run()
     except PDError as error:
         log.error("actor ends", code=error.code, reason=error.message)
-        return 1
-    except Exception:
+        return error.message
+    except Exception as error:
         log.exception("actor ends")
-        return 1
-    return 0
+        return repr(error)
+    return None
 
 
 def _make(spec: ActorSpec, transport: Transport, model: PagedModel | None) -> Actor:

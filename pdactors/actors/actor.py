@@ -160,6 +160,7 @@ class Actor:
         Raises:
             InvariantError: the actor's books are wrong.
             Refused: the cluster does not take this actor.
+            Exception: whatever else ended one of its tasks.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -172,8 +173,10 @@ class Actor:
                 self.state = "stopping"
                 await self.close()
                 raise _Stopped
-        except* _Stopped:
-            pass
+        except BaseExceptionGroup as group:
+            _, failures = group.split(_Stopped)
+            if failures is not None:
+                self._fatal = self._fatal or _first(failures)
         finally:
             self._transport.close()
         if self._fatal is not None:
@@ -350,3 +353,9 @@ class Actor:
 
 class _Stopped(Exception):
     """Ends the task group of an actor that was asked to stop."""
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the error that ended the group; the others are its echo."""
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

@@ -49,6 +49,7 @@ from pdactors.transport import Transport
 
 SWEEP_S = 0.05
 QUIET_S = 0.02
+ASK_AGAIN_S = 0.1  # for memory
 STALL_S = 0.1  # a batch without room for its next step waits so long before the waiting ones give their leases back
 
 
@@ -158,14 +159,23 @@ class EngineActor(Actor):
             self._publish(engine.commit(step, result))
 
     async def _idle(self) -> None:
-        """Wait for something to do, and check the books once it is quiet: others still hurry with what we just sent."""
+        """Wait for something to do, and check the books once it is quiet: others still hurry with what we just sent.
+
+        Whoever waits for memory asks for it again and again: what others could not spare may be free by now.
+        """
         self._mind_stall()
+        if await self._woken(QUIET_S):
+            return
+        self.check()
+        await self._woken(ASK_AGAIN_S if self.engine.waiting or self.engine.running else None)
+
+    async def _woken(self, timeout_s: float | None) -> bool:
         try:
-            async with asyncio.timeout(QUIET_S):
+            async with asyncio.timeout(timeout_s):
                 await self._wake.wait()
         except TimeoutError:
-            self.check()
-            await self._wake.wait()
+            return False
+        return True
 
     def _between_steps(self) -> None:
         while self._commands:
@@ -324,8 +334,6 @@ class EngineActor(Actor):
             self.lease_ended(ended.request, ended.attempt)
             if ended.expired:
                 self.log.warning("lease expired", request=ended.request, attempt=ended.attempt)
-        if self._stalled_since is not None:
-            self._wake.set()
         if new := self.extents.unmapped():
             self.spawn(self.extents.map_ahead(new))
 

@@ -45,6 +45,7 @@ def launch(
         PDError: an actor failed while the cluster started; its log line says why.
     """
     blueprint.check_available(config)
+    config.security.client_token()  # it can be read
     shape = ModelShape.read(folder)
     blueprint.check_model(config, shape)
     blueprint.check_memory(config, shape, available_bytes())

@@ -17,7 +17,7 @@ from typing import cast
 import msgspec
 
 from pdactors.actors.__main__ import live
-from pdactors.actors.process import NurserySpec, die_with_parent
+from pdactors.actors.process import LastWords, NurserySpec, die_with_parent
 from pdactors.actors.spec import ActorSpec, decode_spec
 from pdactors.config.logging import configure, get_logger
 from pdactors.engine.model import PagedModel, load_model
@@ -30,6 +30,7 @@ ADOPTION_TIMEOUT_S = 5.0
 def main() -> None:
     """Load, then fork an engine for each spec that arrives."""
     spec = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=NurserySpec)
+    last_words = LastWords()
     configure()
     die_with_parent(spec.supervisor_pid, signal.SIGKILL)
     log = get_logger(actor="nursery")
@@ -39,6 +40,7 @@ def main() -> None:
         model = load_model(Path(spec.folder), cast(ModelDtype, spec.dtype), threads=1)
     except PDError as error:
         log.error("the model cannot be served", code=error.code, reason=error.message)
+        last_words.say(error.message)
         sys.exit(1)
     log.info("model loaded", seconds=round(time.monotonic() - began, 1))
     gc.collect()
@@ -46,7 +48,7 @@ def main() -> None:
     with socket.socket(fileno=spec.socket) as asked:
         asked.sendall(b"ready\n")
         while (engine := _next_spec(asked)) is not None:
-            asked.sendall(b"%d\n" % _fork(engine, model, asked))
+            asked.sendall(b"%d\n" % _fork(engine, model, asked, last_words))
 
 
 def _next_spec(asked: socket.socket) -> ActorSpec | None:
@@ -64,7 +66,7 @@ def _exactly(stream: object, size: int) -> bytes:
     return data
 
 
-def _fork(spec: ActorSpec, model: PagedModel, asked: socket.socket) -> int:
+def _fork(spec: ActorSpec, model: PagedModel, asked: socket.socket, last_words: LastWords) -> int:
     """Fork twice, so that the engine is nobody's child until the supervisor, the subreaper, adopts it."""
     read_end, write_end = os.pipe()
     middle = os.fork()
@@ -74,7 +76,7 @@ def _fork(spec: ActorSpec, model: PagedModel, asked: socket.socket) -> int:
             os.close(read_end)
             os.close(write_end)
             asked.close()
-            _be(spec, model)
+            _be(spec, model, last_words)
         os.write(write_end, b"%d" % engine)
         os._exit(0)
     os.waitpid(middle, 0)
@@ -83,7 +85,7 @@ def _fork(spec: ActorSpec, model: PagedModel, asked: socket.socket) -> int:
         return int(reply.read())
 
 
-def _be(spec: ActorSpec, model: PagedModel) -> None:
+def _be(spec: ActorSpec, model: PagedModel, last_words: LastWords) -> None:
     """Live as an engine; does not return."""
     deadline = time.monotonic() + ADOPTION_TIMEOUT_S
     while os.getppid() != spec.supervisor_pid:
@@ -92,7 +94,7 @@ def _be(spec: ActorSpec, model: PagedModel) -> None:
         time.sleep(0.001)
     die_with_parent(spec.supervisor_pid, signal.SIGKILL)
     model.use_threads(spec.threads)
-    live(spec, model)
+    live(spec, last_words, model)
 
 
 if __name__ == "__main__":

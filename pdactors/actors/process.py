@@ -19,7 +19,7 @@ from pdactors.errors import PDError
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-MAX_REPLY_BYTES = 64
+MAX_REASON_BYTES = 2000
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -31,6 +31,18 @@ class NurserySpec(Struct, frozen=True):
     dtype: str
     socket: int
     supervisor_pid: int
+
+
+class LastWords:
+    """The way in which a process that fails tells its supervisor why: what was its standard output."""
+
+    def __init__(self) -> None:
+        self._fd = os.dup(sys.stdout.fileno())
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever libraries print is log
+
+    def say(self, reason: str) -> None:
+        """Leave the reason behind; more than a pipe takes without a reader is cut."""
+        os.write(self._fd, reason.encode()[:MAX_REASON_BYTES])
 
 
 class Process:
@@ -58,6 +70,14 @@ class Process:
         """Wait until it is dead and reaped; return its status."""
         return await asyncio.shield(self._ended)
 
+    def reason(self) -> str:
+        """Return what the dead process said about its end; "" if nothing, or if it was forked by a nursery."""
+        if self._popen is None or self._popen.stdout is None:
+            return ""
+        with self._popen.stdout as words:
+            os.set_blocking(words.fileno(), False)  # children of it may hold the pipe open
+            return " ".join((words.read() or b"").decode(errors="replace").split())
+
     def _reap(self) -> None:
         self._loop.remove_reader(self._fd)
         _, status = os.waitpid(self.pid, 0)
@@ -75,7 +95,7 @@ def spawn(module: str, arguments: Sequence[str], data: bytes, fds: Sequence[int]
     popen = subprocess.Popen(  # noqa: S603 - this interpreter and our own arguments
         [sys.executable, "-m", module, *arguments],
         stdin=subprocess.PIPE,
-        stdout=sys.stderr.fileno(),
+        stdout=subprocess.PIPE,
         pass_fds=[fd for fd in fds if fd >= 0],
         env={**os.environ, **quiet, **single},
     )
@@ -138,7 +158,7 @@ class Nursery:
         if not line.endswith(b"\n"):
             assert self.process is not None
             status = await self.process.ended()
-            raise PDError(f"the nursery ended with status {status}")
+            raise PDError(self.process.reason() or f"the nursery ended with status {status}")
         return line
 
     def close(self) -> None:

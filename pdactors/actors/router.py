@@ -103,7 +103,8 @@ class Router(Actor):
         self.accept(Inspected, self._on_inspected, "gateway", "migrator", *ENGINES)
 
     def open(self) -> None:
-        self.listen(self.spec.control, fd=self.spec.fds.control)
+        fd = self.spec.fds.control
+        self.listen(self.spec.control, fd=fd if fd >= 0 else None)
         self.every(self.spec.config.router.heartbeat_ms / 1000, self._tick)
 
     def beat(self) -> None:

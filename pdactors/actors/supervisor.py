@@ -133,9 +133,11 @@ class Supervisor(Actor):
                 del self._children[child.spec.name]
                 self.tell(ROUTER, Exited(child.spec.name, child.spec.incarnation, is_final=True))
                 return
-            self.log.error("actor ended", peer=child.spec.name, status=status)
+            reason = child.process.reason() if child.process is not None else ""
+            self.log.error("actor ended", peer=child.spec.name, status=status, reason=reason)
             if self._server is None:
-                self.stop(PDError(f"{child.spec.name} ended with status {status} while the cluster started"))
+                why = reason or f"it ended with status {status}"
+                self.stop(PDError(f"{child.spec.name} could not start: {why}"))
                 return
             self.tell(ROUTER, Exited(child.spec.name, child.spec.incarnation))
             if time.monotonic() - child.started_s > STABLE_AFTER_S:

@@ -1,6 +1,6 @@
 """The reference: transformers' own greedy `generate`, in a process of its own that knows nothing of paged attention.
 
-`python -m pdactors.bench.reference` reads a `Job` from standard input and writes an `Expected` a prompt, a line each.
+`python -m pdactors.bench.reference` reads a `Job` from standard input and writes `[prompt, Expected]`, a line each.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 import msgspec
@@ -28,6 +28,7 @@ class Job(Struct, frozen=True):
     dtype: str
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: int
+    batch: int = 1  # prompts at once, padded on the left
 
 
 class Expected(Struct, frozen=True):
@@ -38,8 +39,8 @@ class Expected(Struct, frozen=True):
     rivals: tuple[tuple[int, ...], ...]  # at each position, the other ids whose logits tie with the best
 
 
-def generate(job: Job) -> Iterator[Expected]:
-    """Run the reference on all cores and yield what follows each prompt, in order.
+def generate(job: Job) -> Iterator[tuple[int, Expected]]:
+    """Run the reference on all cores and yield each prompt's number and what follows it, those of like length together.
 
     The process ends with the iterator.
 
@@ -58,7 +59,7 @@ def generate(job: Job) -> Iterator[Expected]:
         assert process.stdout is not None
         try:
             for line in process.stdout:
-                yield msgspec.json.decode(line, type=Expected)
+                yield msgspec.json.decode(line, type=tuple[int, Expected])
                 num_done += 1
         finally:
             process.kill()
@@ -82,8 +83,12 @@ def main() -> None:
     os.dup2(2, 1)  # whatever libraries print is not an answer
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
     model = _load(job)
-    for prompt in job.prompts:
-        answers.write(msgspec.json.encode(_continue(model, prompt, job.max_tokens)) + b"\n")
+    longest_first = sorted(range(len(job.prompts)), key=lambda i: -len(job.prompts[i]))
+    for begin in range(0, len(longest_first), job.batch):
+        numbers = longest_first[begin : begin + job.batch]
+        expected = _continue(model, [job.prompts[i] for i in numbers], job.max_tokens)
+        for answer in zip(numbers, expected, strict=True):
+            answers.write(msgspec.json.encode(answer) + b"\n")
         answers.flush()
 
 
@@ -114,26 +119,43 @@ def _ids(value: int | list[int] | None) -> set[int]:
     return {token_id for token_id in found if token_id >= 0}  # some families write -1 for "none"
 
 
-def _continue(model: Any, prompt: tuple[int, ...], max_tokens: int) -> Expected:
+def _continue(model: Any, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[Expected]:
     import torch
 
-    input_ids = torch.tensor([prompt])
+    width = max(map(len, prompts))
+    input_ids = torch.full((len(prompts), width), model.generation_config.pad_token_id)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, prompt in enumerate(prompts):
+        input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        attention_mask[row, width - len(prompt) :] = 1
     with torch.inference_mode():
         output = model.generate(
             input_ids,
-            attention_mask=torch.ones_like(input_ids),
+            attention_mask=attention_mask,
             max_new_tokens=max_tokens,
             output_logits=True,
             return_dict_in_generate=True,
         )
-    token_ids = output.sequences[0, len(prompt) :].tolist()
+    ends = set(model.generation_config.eos_token_id or ())
+    answers = [_until_end(tokens, ends) for tokens in output.sequences[:, width:].tolist()]
+    logits = [[output.logits[step][row] for step in range(len(tokens))] for row, tokens in enumerate(answers)]
+    return [_expected(*answer) for answer in zip(answers, logits, strict=True)]
+
+
+def _until_end(tokens: list[int], ends: set[int]) -> list[int]:
+    """Leave out the padding after the end."""
+    stop = next((i for i, token_id in enumerate(tokens) if token_id in ends), len(tokens))
+    return tokens[: stop + 1]
+
+
+def _expected(tokens: list[int], logits: list[Any]) -> Expected:
     margins, rivals = [], []
-    for logits, token_id in zip(output.logits, token_ids, strict=True):
-        best, second = logits[0].topk(2).values.tolist()
+    for token_id, row in zip(tokens, logits, strict=True):
+        best, second = row.topk(2).values.tolist()
         margins.append(best - second)
-        near = (logits[0] > best - TIE_MARGIN).nonzero()[:, 0].tolist()
+        near = (row > best - TIE_MARGIN).nonzero()[:, 0].tolist()
         rivals.append(tuple(other for other in near if other != token_id))
-    return Expected(tuple(token_ids), tuple(margins), tuple(rivals))
+    return Expected(tuple(tokens), tuple(margins), tuple(rivals))
 
 
 if __name__ == "__main__":

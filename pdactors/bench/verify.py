@@ -29,6 +29,7 @@ from pdactors.errors import ConfigError, PDError
 from pdactors.text.tokenizer import Tokenizer
 
 MAX_PROMPT_TOKENS = 1500
+BATCH = 8  # prompts that the reference runs at once
 Answer = Sequence[int] | PDError  # the generated ids, or why there are none
 
 
@@ -136,14 +137,14 @@ def verify(
     questions = Questions(prompts, max_tokens, concurrency)
 
     begin_s = time.monotonic()
-    expected = _ask_reference(folder, dtype, questions, progress)
+    wanted = _Reference(folder, dtype, questions, progress)
     reference_s = time.monotonic() - begin_s
     token = base.security.client_token()
     results = {}
     for mode, plan in plans.items():
         progress(f"{mode}: start", 0, 0)
         start = partial(launch, file, sets=plan)
-        results[mode] = _verify_mode(start, token, expected, questions, partial(progress, mode))
+        results[mode] = _verify_mode(start, token, wanted, questions, partial(progress, mode))
     return Verification(
         model=base.model.path,
         dtype=dtype,
@@ -170,20 +171,37 @@ def _check_fit(config: ClusterConfig, shape: ModelShape, max_tokens: int) -> Non
         raise ConfigError(f"model.max_model_len = {length}: answers of {max_tokens} tokens leave no room for a prompt")
 
 
-def _ask_reference(folder: Path, dtype: ModelDtype, questions: Questions, progress: Progress) -> list[Expected]:
-    total = len(questions.prompts)
-    expected: list[Expected] = []
-    progress("reference", 0, total)
-    for answer in reference.generate(Job(str(folder), dtype, tuple(questions.prompts), questions.max_tokens)):
-        expected.append(answer)
-        progress("reference", len(expected), total)
-    return expected
+class _Reference:
+    """What transformers answers: at first in batches, and alone where a mode differs, lest padding be to blame."""
+
+    def __init__(self, folder: Path, dtype: ModelDtype, questions: Questions, progress: Progress) -> None:
+        self._job = Job(str(folder), dtype, tuple(questions.prompts), questions.max_tokens, BATCH)
+        self._progress = progress
+        self._alone: set[int] = set()
+        self.expected = self._run(self._job, "reference")
+
+    def look_again(self, prompts: Sequence[int]) -> None:
+        """Answer these prompts one by one."""
+        new = [prompt for prompt in prompts if prompt not in self._alone]
+        if new:
+            alone = msgspec.structs.replace(self._job, prompts=tuple(self._job.prompts[i] for i in new), batch=1)
+            for prompt, answer in zip(new, self._run(alone, "reference, once more"), strict=True):
+                self.expected[prompt] = answer
+            self._alone.update(new)
+
+    def _run(self, job: Job, what: str) -> list[Expected]:
+        answers: dict[int, Expected] = {}
+        self._progress(what, 0, len(job.prompts))
+        for prompt, answer in reference.generate(job):
+            answers[prompt] = answer
+            self._progress(what, len(answers), len(job.prompts))
+        return [answers[prompt] for prompt in range(len(job.prompts))]
 
 
 def _verify_mode(
     start: Callable[[], Cluster],
     token: str,
-    expected: Sequence[Expected],
+    wanted: _Reference,
     questions: Questions,
     progress: Callable[[int, int], None],
 ) -> ModeResult:
@@ -196,8 +214,10 @@ def _verify_mode(
     except PDError as error:
         result.error = error.message
         return result
-    for prompt, (wanted, answer) in enumerate(zip(expected, answers, strict=True)):
-        result.count(prompt, wanted, answer)
+    pairs = enumerate(zip(wanted.expected, answers, strict=True))
+    wanted.look_again([i for i, (one, got) in pairs if not isinstance(got, PDError) and tuple(got) != one.token_ids])
+    for prompt, (expected, answer) in enumerate(zip(wanted.expected, answers, strict=True)):
+        result.count(prompt, expected, answer)
     return result
 
 

@@ -172,9 +172,7 @@ async def test_one_id_cannot_be_in_flight_twice_and_every_request_has_one(gatewa
 
 
 @pytest.mark.parametrize("token", ["", "secre", "secret ", "sécret"])
-async def test_the_token_is_asked_for(
-    gateway: FakeGateway, served: tuple[ClientServer, Peer], token: str
-) -> None:
+async def test_the_token_is_asked_for(gateway: FakeGateway, served: tuple[ClientServer, Peer], token: str) -> None:
     gateway.token = "secret"
     peer = served[1]
     refused = await peer.ask(ClientHello(PROTOCOL_VERSION, token))

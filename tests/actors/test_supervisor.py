@@ -69,10 +69,7 @@ def spawn(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
 def assert_ended(launched: Launched, home: Path, wait: Any) -> None:
     """Hold that a second later nothing of the cluster is there: no process, no socket, no file."""
     wait(lambda: not [pid for pid in launched.pids if is_alive(pid)], 1.0, "actors are left")
-    for address in (launched.tcp, launched.zmq.removeprefix("tcp://")):
-        host, _, port = address.rpartition(":")
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((host, int(port)))
+    wait(lambda: not any(is_listening(a) for a in (launched.tcp, launched.zmq)), 1.0, "a socket is left")
     wait(lambda: not launched.ready_file.exists(), 1.0, "the ready file is left")
     assert set(os.listdir(home)) <= {"models", "logs", "downloads"}
     assert not list(launched.ready_file.parent.glob(".ready*"))
@@ -83,6 +80,15 @@ def is_alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def is_listening(address: str) -> bool:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=2.0).close()
+    except ConnectionRefusedError:
+        return False
+    return True
 
 
 # ---- Ends --------
@@ -141,7 +147,9 @@ sys.stdin.read()
 """
 
 
-def test_a_killed_program_takes_its_cluster_along(home: Path, tiny_settings: Callable[..., list[str]], wait: Any) -> None:
+def test_a_killed_program_takes_its_cluster_along(
+    home: Path, tiny_settings: Callable[..., list[str]], wait: Any
+) -> None:
     sets = tiny_settings()[1::2]
     command = [sys.executable, "-c", EMBEDDING, *sets]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -299,9 +307,7 @@ BAD_STARTS: list[tuple[str, dict[str, object], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("keys", "parts"), [case[1:] for case in BAD_STARTS], ids=[case[0] for case in BAD_STARTS]
-)
+@pytest.mark.parametrize(("keys", "parts"), [case[1:] for case in BAD_STARTS], ids=[case[0] for case in BAD_STARTS])
 def test_a_bad_start_is_one_line_that_names_the_key_and_leaves_nothing(
     home: Path,
     tiny_settings: Callable[..., list[str]],
@@ -352,8 +358,9 @@ def test_a_model_that_cannot_be_loaded_ends_the_start_with_the_reason(
     weights.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
     result = cli("launch", *tiny_settings(**{"model.path": broken}))
     assert result.returncode == 1
-    assert b"error: " in result.stderr
-    assert b"down_proj" in result.stderr
+    (error,) = [line for line in result.stderr.decode().splitlines() if line.startswith("error: ")]
+    assert str(broken) in error
+    assert "transformers cannot load this model" in error
     assert not json.loads(cli("leaks", "--json").stdout)["stale_processes"]
 
 

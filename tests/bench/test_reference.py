@@ -13,8 +13,6 @@ from pdactors.bench.reference import TIE_MARGIN, Job, generate
 from pdactors.errors import ModelError
 from pdactors.text.tokenizer import Tokenizer
 
-MAX_TOKENS = 6
-
 
 @pytest.fixture(scope="module")
 def prompts(tiny_model):
@@ -24,7 +22,12 @@ def prompts(tiny_model):
 
 @pytest.fixture(scope="module")
 def expected(tiny_model, prompts):
-    return list(generate(Job(str(tiny_model), "float32", prompts, MAX_TOKENS)))
+    return run(tiny_model, prompts)
+
+
+def run(model, prompts, **options):
+    """Return what follows each prompt, in the order of the prompts."""
+    return [one for _, one in sorted(generate(Job(str(model), "float32", prompts, **{"max_tokens": 6, **options})))]
 
 
 def copy_of(model, folder, **settings):
@@ -51,8 +54,16 @@ def test_it_is_what_the_model_finds_most_likely_token_by_token(tiny_model, promp
 
 def test_an_answer_ends_with_its_end_or_at_the_limit(tiny_model, expected):
     eos = json.loads((tiny_model / "config.json").read_text())["eos_token_id"]
-    assert [len(found.token_ids) for found in expected] == [MAX_TOKENS, MAX_TOKENS, 1]
+    assert [len(found.token_ids) for found in expected] == [6, 6, 1]
     assert expected[-1].token_ids == (eos,)
+
+
+def test_a_batch_gives_what_each_prompt_gives_alone(tiny_model, prompts, expected):
+    batched = run(tiny_model, (*prompts, (7,)), batch=3)
+    for alone, found in zip(expected, batched[:3], strict=True):
+        assert found.token_ids == alone.token_ids
+        assert found.margins == pytest.approx(alone.margins, abs=1e-4)
+    assert len(batched) == 4
 
 
 def test_equal_logits_are_rivals(tiny_model, tmp_path, prompts, expected):
@@ -63,7 +74,7 @@ def test_equal_logits_are_rivals(tiny_model, tmp_path, prompts, expected):
     with torch.no_grad():
         model.lm_head.weight[double] = model.lm_head.weight[best]
     model.save_pretrained(folder)
-    (found,) = generate(Job(str(folder), "float32", prompts[:1], 1))
+    (found,) = run(folder, prompts[:1], max_tokens=1)
     assert found.margins[0] == pytest.approx(0.0, abs=1e-6)
     assert {*found.token_ids, *found.rivals[0]} == {best, double}
 
@@ -72,7 +83,7 @@ def test_only_the_ends_are_taken_from_the_models_own_generation_rules(tiny_model
     early = expected[0].token_ids[2]
     position = expected[0].token_ids.index(early)
     folder = copy_of(tiny_model, tmp_path / "ruled", repetition_penalty=50.0, eos_token_id=[early])
-    (first, *_, last) = generate(Job(str(folder), "float32", prompts, MAX_TOKENS))
+    first, _, last = run(folder, prompts)
     assert first.token_ids == expected[0].token_ids[: position + 1]
     assert last.token_ids == expected[-1].token_ids  # by the end that config.json names
 
@@ -81,11 +92,11 @@ def test_a_model_that_cannot_be_loaded_is_an_error_that_says_why(tiny_model, tmp
     folder = shutil.copytree(tiny_model, tmp_path / "broken")
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"after 0 of 1 prompts: OSError: .*model\.safetensors"):
-        list(generate(Job(str(folder), "float32", ((1,),), 1)))
+        run(folder, ((1,),))
 
 
 def test_the_process_ends_with_the_iterator(tiny_model):
-    answers = generate(Job(str(tiny_model), "float32", ((5,),) * 1000, MAX_TOKENS))
+    answers = generate(Job(str(tiny_model), "float32", ((5,),) * 1000, 6))
     before = {child.pid for child in psutil.Process().children()}
     next(answers)
     started = {child.pid for child in psutil.Process().children()} - before

@@ -3,6 +3,9 @@ import json
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from pdactors.bench.reference import Expected
 from pdactors.bench.verify import ModeResult, Questions, ask, verify
 from pdactors.cli.main import main
 from pdactors.config.load import load
+from pdactors.engine.manifest import silent
 from pdactors.errors import ConfigError, WorkerLost
 
 MARGINS = (2.0, 0.0004, 3.0)
@@ -160,8 +164,33 @@ def test_a_cluster_with_other_weights_than_the_reference_is_found_out(tiny_model
     assert "  diverged: prompt 0, position 0: expected " in result.output
 
 
+def test_a_difference_is_one_only_if_the_reference_alone_agrees(monkeypatch):
+    padded, alone = Expected((1,), (2.0,), ((),)), Expected((4,), (2.0,), ((),))
+    jobs = []
+
+    def generate(job):
+        jobs.append(job)
+        return ((i, alone if job.batch == 1 else padded) for i in reversed(range(len(job.prompts))))
+
+    async def answers(*_arguments, **_options):
+        return [(1,), (4,), (5,), WorkerLost("gone")]
+
+    monkeypatch.setattr(verification.reference, "generate", generate)
+    monkeypatch.setattr(verification, "ask", answers)
+    questions = Questions([(7,), (8,), (9,), (6,)], max_tokens=1, concurrency=1)
+    wanted = verification._Reference(Path("model"), "float32", questions, silent)
+    for _ in range(2):
+        cluster = nullcontext(SimpleNamespace(zmq=""))
+        result = verification._verify_mode(lambda c=cluster: c, "", wanted, questions, lambda *_: None)
+        assert (result.equal, result.tied) == (2, 0)
+        assert [found.prompt for found in result.diverged] == [2, 3]
+    assert [(job.prompts, job.batch) for job in jobs] == [(tuple(questions.prompts), 8), (((8,), (9,)), 1)]
+
+
 def test_a_mode_that_cannot_start_is_reported(tiny_model, home, monkeypatch):
-    monkeypatch.setattr(verification.reference, "generate", lambda job: iter([EXPECTED] * len(job.prompts)))
+    monkeypatch.setattr(
+        verification.reference, "generate", lambda job: ((i, EXPECTED) for i in range(len(job.prompts)))
+    )
     keys = {"listen.tcp": "192.0.2.1:7070", "security.token": "secret-word"}  # an address of nobody
     result = CliRunner().invoke(main, arguments(tiny_model, "--json", **keys))
     assert result.exit_code == 1

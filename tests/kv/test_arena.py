@@ -5,6 +5,7 @@ import dataclasses
 import fcntl
 import gc
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -100,9 +101,11 @@ def test_extents_have_owners_and_the_last_may_be_short(arena: Arena) -> None:
     arena.set_extent_owner(2, 0)
     arena.set_extent_owner(1, 1)
     assert arena.extents_of(0) == [0, 2]
+    assert [arena.extents_of_others(slot) for slot in range(3)] == [[1], [0, 2], [0, 1, 2]]
     arena.set_extent_owner(0, None)
     assert arena.extents_of(0) == [2]
     assert arena.extents_of(1) == [1]
+    assert arena.extents_of_others(1) == [2]
 
 
 def test_indices_out_of_range_are_refused(arena: Arena) -> None:
@@ -111,6 +114,8 @@ def test_indices_out_of_range_are_refused(arena: Arena) -> None:
             arena.extent_owner(extent)
         with pytest.raises(ValueError, match=r"extent must be in 0\.\.2"):
             arena.populate(extent)
+        with pytest.raises(ValueError, match=r"extent must be in 0\.\.2"):
+            arena.map_ahead(extent)
     with pytest.raises(ValueError, match=r"slot must be in 0\.\.2, got 3"):
         arena.set_extent_owner(0, 3)
     for src, dst, tokens in ((-1, 0, 1), (0, 10, 1), (0, 1, 9), (0, 1, -1)):
@@ -161,6 +166,24 @@ def test_populate_tolerates_a_kernel_without_it_and_reports_no_memory(
     libc.code = 12
     with pytest.raises(PDError, match="no memory for extent 2"):
         arena.populate(2)
+    arena.map_ahead(2)
+
+
+def num_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+
+
+def test_what_is_mapped_ahead_is_read_without_a_page_fault() -> None:
+    layout = dataclasses.replace(LAYOUT, head_dim=1024)  # blocks of 1 MiB
+    counts = {"extent_blocks": 16, "num_slots": 1, "leases_per_slot": 1, "max_lease_blocks": 1}
+    with Arena.create(layout, 48, **counts) as owner, Arena.attach(owner.fileno(), layout) as reader:
+        owner.payload()[:32] = 5
+        reader.map_ahead(1)
+        before = num_faults()
+        assert (reader.payload()[16:32, ::4096] == 5).all()
+        mapped = num_faults() - before
+        assert (reader.payload()[0:16, ::4096] == 5).all()
+        assert mapped < 4 <= num_faults() - before - mapped
 
 
 def test_another_layout_is_refused_with_both_fingerprints(arena: Arena) -> None:

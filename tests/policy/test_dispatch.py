@@ -24,6 +24,7 @@ from pdactors.messages import (
 )
 from pdactors.policy.dispatch import MAX_ATTEMPTS, Dispatcher, Limits, Order
 from pdactors.policy.requests import Stage
+from pdactors.token_ids import TokenIds
 
 GATEWAY = "gateway"
 SAMPLING = Sampling(max_tokens=8, seed=3)
@@ -47,7 +48,7 @@ def make(*engines, room=4, **limits):
 
 
 def ask(name="r", num_tokens=5, **fields):
-    return Generate(name, tuple(range(num_tokens)), SAMPLING, **fields)
+    return Generate(name, TokenIds.of(range(num_tokens)), SAMPLING, **fields)
 
 
 def prefilled(name="r", attempt=1):
@@ -84,7 +85,7 @@ def releases(stage, without="", attempt=1):
 def test_a_request_goes_to_prefill_when_it_comes():
     dispatcher = make("p", "d")
     orders = dispatcher.generate(GATEWAY, ask(priority="batch", save_final_kv=False), 0.0)
-    assert orders == [Order("p", Prefill("r", 1, (0, 1, 2, 3, 4), SAMPLING, "batch", False))]
+    assert orders == [Order("p", Prefill("r", 1, TokenIds.of(range(5)), SAMPLING, "batch", False))]
     assert dispatcher.requests["r"].stage == "prefilling"
 
 
@@ -92,7 +93,7 @@ def test_a_prefilled_request_goes_to_decode_with_its_handle():
     dispatcher = to_stage("prefilling")
     done = prefilled()
     assert dispatcher.prefilled("p", done, 1.0) == [
-        Order("d", Decode("r", 1, (0, 1, 2, 3, 4), 42, SAMPLING, done.handle, 1.0))
+        Order("d", Decode("r", 1, TokenIds.of(range(5)), 42, SAMPLING, done.handle, 1.0))
     ]
     assert dispatcher.requests["r"].stage == "adopting"
 
@@ -301,8 +302,18 @@ def test_a_lost_prefill_costs_an_attempt_not_the_request(stage):
     dispatcher.check()
 
 
-def test_without_another_prefill_the_request_is_queued_again_before_the_younger():
-    dispatcher = to_stage("prefilling", room=1)
+@pytest.mark.parametrize("stage", ["prefilling", "waiting"])
+def test_a_lost_prefill_that_was_the_only_one_ends_its_requests_at_once(stage):
+    dispatcher = to_stage(stage)
+    (order,) = dispatcher.lost("p", 1.0)
+    assert (order.to, order.message.code) == (GATEWAY, "worker_lost")
+    assert not dispatcher.requests
+    dispatcher.check()
+
+
+def test_a_request_whose_prefill_was_lost_is_queued_before_the_younger():
+    dispatcher = to_stage("prefilling", "p", "p1", "d", room=1)
+    dispatcher.generate(GATEWAY, ask("other"), 0.5)
     dispatcher.generate(GATEWAY, ask("younger"), 0.5)
     assert dispatcher.lost("p", 1.0) == []
     (order,) = dispatcher.joined(member("p", incarnation=2), load(1), 2.0)
@@ -310,13 +321,14 @@ def test_without_another_prefill_the_request_is_queued_again_before_the_younger(
 
 
 def test_attempts_are_counted_and_end():
-    dispatcher = to_stage("prefilling")
+    dispatcher = to_stage("prefilling", "p", "p1", "d", room=1)
+    dispatcher.generate(GATEWAY, ask("other"), 0.5)  # keeps p1 busy
     for i in range(2, MAX_ATTEMPTS + 1):
         assert dispatcher.lost("p", 1.0) == []
-        assert dispatcher.joined(member("p", incarnation=i), load(), 1.0)[0].message.attempt == i
+        assert dispatcher.joined(member("p", incarnation=i), load(1), 1.0)[0].message.attempt == i
     (order,) = dispatcher.lost("p", 1.0)
     assert (order.to, order.message.code) == (GATEWAY, "worker_lost")
-    assert not dispatcher.requests
+    assert set(dispatcher.requests) == {"other"}
 
 
 @pytest.mark.parametrize("stage", ["adopting", "decoding"])

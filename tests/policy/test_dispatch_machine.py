@@ -26,6 +26,7 @@ from pdactors.messages import (
     Sampling,
 )
 from pdactors.policy.dispatch import MAX_ATTEMPTS, Dispatcher, Limits
+from pdactors.token_ids import TokenIds
 
 ENGINES = {"p0": ("prefill", "n0"), "p1": ("prefill", "n1"), "d0": ("decode", "n0"), "d1": ("decode", "n1")}
 GATEWAYS = ["gateway", "gateway-2"]
@@ -111,14 +112,14 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.asked[name] = gateway
         self.holding[name] = set()
         deadline_s = None if deadline is None else self.now + deadline
-        ask = Generate(name, (7,) * num_tokens, Sampling(), priority, deadline_s)
+        ask = Generate(name, TokenIds.of([7] * num_tokens), Sampling(), priority, deadline_s)
         self.obey(self.dispatcher.generate(gateway, ask, self.now))
         return name
 
     @rule(name=names)
     def generate_again(self, name):
         if name in self.dispatcher.requests:
-            again = Generate(name, (7,), Sampling())
+            again = Generate(name, TokenIds.of([7]), Sampling())
             self.dropping(lambda: self.dispatcher.generate(self.asked[name], again, self.now))
 
     @rule(name=names)

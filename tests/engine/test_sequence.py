@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdactors.engine.sequence import Sequence
+from pdactors.messages import Sampling
+from pdactors.token_ids import TokenIds
+
+
+def make(prompt=(5, 6, 7), **fields):
+    return Sequence("r", 2, prompt, Sampling(), **fields)
+
+
+@pytest.mark.parametrize("kind", [tuple, TokenIds.of])
+@given(
+    prompt=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6),
+    tokens=st.lists(st.integers(0, 2**31 - 1), max_size=6),
+    data=st.data(),
+)
+def test_token_ids_run_over_prompt_and_answer(kind, prompt, tokens, data):
+    sequence = make(kind(prompt), tokens=tokens)
+    known = prompt + tokens
+    start = data.draw(st.integers(0, len(known)))
+    stop = data.draw(st.integers(start, len(known)))
+    assert sequence.token_ids(start, stop) == known[start:stop]
+    assert sequence.num_tokens == len(known)
+
+
+def test_a_new_sequence_has_its_prompt_to_compute():
+    sequence = make()
+    assert (sequence.num_tokens, sequence.num_pending, sequence.is_prompt) == (3, 3, True)
+
+
+def test_a_prompt_without_its_last_token_is_still_a_prompt():
+    assert make(num_stored=2).is_prompt
+
+
+def test_a_sequence_that_decodes_has_one_token_to_compute():
+    sequence = make(tokens=[9], num_stored=3)
+    assert (sequence.num_tokens, sequence.num_pending, sequence.is_prompt) == (4, 1, False)
+
+
+def test_known_tokens_that_are_not_stored_are_computed_like_a_prompt():
+    sequence = make(tokens=[9, 9], num_stored=3)
+    assert (sequence.num_pending, sequence.is_prompt) == (2, True)
+
+
+def test_borrowed_blocks_are_not_its_own():
+    assert make(blocks=[4, 5, 6], num_borrowed=2).own_blocks == [6]
+    assert make(blocks=[4, 5]).own_blocks == [4, 5]
+
+
+def test_it_is_named_by_request_and_attempt():
+    assert make().key == ("r", 2)
+
+
+def test_two_sequences_are_never_equal():
+    assert make() != make()
