@@ -12,26 +12,19 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from pdactors import messages
-from pdactors.errors import BadRequest
-from pdactors.messages import (
+from pdactors.client_messages import (
     ClientRequest,
-    Control,
     DoneEvent,
     ErrorEvent,
     Event,
-    Generate,
-    Heartbeat,
-    Message,
     RequestBody,
-    Sampling,
     ToClient,
     ToGateway,
     TokenEvent,
-    decode,
-    encode,
     encode_line,
-    explain,
 )
+from pdactors.errors import BadRequest
+from pdactors.messages import Control, Generate, Heartbeat, Message, Sampling, decode, encode, explain
 from pdactors.token_ids import TokenIds, to_wire
 
 DECODERS: dict[str, tuple[msgspec.msgpack.Decoder[Any], tuple[type[Message], ...]]] = {

@@ -192,7 +192,10 @@ class Actor:
         self.connect(ROUTER, self.spec.control)
 
     async def _start(self) -> None:
-        await self.start()
+        try:
+            await self.start()
+        except PDError as error:
+            return self.stop(error)
         self.state = "ready"
         self.beat()
 

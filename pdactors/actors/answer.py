@@ -7,22 +7,18 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pdactors.messages import (
+from pdactors.client_messages import (
     AnyEvent,
-    DecodePart,
     DoneEvent,
-    FinishReason,
     Logprob,
     LogprobEntry,
-    Path,
-    PrefillPart,
     RequestBody,
     RequestId,
     Timing,
-    Token,
     TokenEvent,
     Usage,
 )
+from pdactors.messages import DecodePart, FinishReason, Path, PrefillPart, Token
 from pdactors.text.detokenizer import Detokenizer
 from pdactors.text.stops import StopMatcher
 from pdactors.text.tokenizer import Tokenizer

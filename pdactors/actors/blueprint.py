@@ -16,7 +16,7 @@ from pdactors.messages import Role
 ENGINE_OVERHEAD_BYTES = 600 << 20  # libraries, activations and scratch of one engine process
 MAX_EXTENT_BLOCKS = 64
 SPARE_SLOTS = 16  # for engines that are added while the cluster runs
-LEASES_PER_SEQUENCE = 4
+SPARE_LEASES = 64  # an engine may lend more than once for a request
 
 
 def check_available(config: ClusterConfig) -> None:
@@ -95,7 +95,7 @@ def plan_arena(config: ClusterConfig, node: NodeSection, shape: ModelShape) -> A
         num_blocks=num_blocks,
         extent_blocks=max(1, min(MAX_EXTENT_BLOCKS, num_blocks // (16 * engines))),
         num_slots=engines + SPARE_SLOTS,
-        leases_per_slot=LEASES_PER_SEQUENCE * config.engine.max_batch,
+        leases_per_slot=config.engine.max_batch * (engines + 1) + SPARE_LEASES,
         max_lease_blocks=layout.num_blocks(config.model.max_model_len),
     )
 

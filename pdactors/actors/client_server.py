@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from pdactors.errors import BadRequest, Overloaded, PDError, Unauthorized
-from pdactors.messages import (
-    PROTOCOL_VERSION,
+from pdactors.client_messages import (
     AnswerEvent,
     AnyEvent,
     ClientAsk,
@@ -26,13 +24,12 @@ from pdactors.messages import (
     ClientScale,
     ClientWelcome,
     ErrorEvent,
-    Message,
     RequestId,
     TokenEvent,
-    decode,
-    encode,
     to_gateway_decoder,
 )
+from pdactors.errors import BadRequest, Overloaded, PDError, Unauthorized
+from pdactors.messages import PROTOCOL_VERSION, Message, decode, encode
 from pdactors.transport import Busy, Listener, Peer, PeerGone, Transport
 
 if TYPE_CHECKING:

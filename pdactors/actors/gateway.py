@@ -19,12 +19,12 @@ from pdactors.actors.answer import Answer, Sink
 from pdactors.actors.client_server import ClientServer
 from pdactors.actors.line_server import LineServer
 from pdactors.actors.spec import ActorSpec
+from pdactors.client_messages import ErrorEvent, RequestBody, RequestId
 from pdactors.errors import BadRequest, Overloaded, PDError, PromptTooLong, RequestTimeout, error_for
 from pdactors.messages import (
     Answered,
     Cancel,
     DrainActor,
-    ErrorEvent,
     FinishReason,
     Generate,
     Inspect,
@@ -33,11 +33,10 @@ from pdactors.messages import (
     Message,
     Rejected,
     Report,
-    RequestBody,
-    RequestId,
     Role,
     Scale,
     Surveyed,
+    Token,
     Tokens,
 )
 from pdactors.text.tokenizer import Tokenizer
@@ -221,17 +220,26 @@ class Gateway(Actor):
     # ---- From tokens to text --------
 
     def _on_tokens(self, _sender: Member, message: Tokens) -> None:
-        assert self.tokenizer is not None
         now = self.clock()
         for token in message.tokens:
             answer = self.answers.get(token.request)
-            if answer is None or not answer.take(token, self.tokenizer, now):
-                self.drop("late token", request=token.request, index=token.index)
-                continue
-            if answer.finish is not None:
-                if token.finish is None:  # a stop string: the engine does not know yet
-                    self.tell(ROUTER, Cancel(token.request))
-                self._finish(answer, answer.finish)
+            try:
+                self._take(answer, token, now)
+            except Exception as error:  # one answer's text must not cost the others of the step
+                self.log.exception("token failed", request=token.request)
+                self.tell(ROUTER, Cancel(token.request))
+                if answer is not None:
+                    self._fail(answer, PDError(f"{self.spec.name}: {error}"))
+
+    def _take(self, answer: Answer | None, token: Token, now: float) -> None:
+        assert self.tokenizer is not None
+        if answer is None or not answer.take(token, self.tokenizer, now):
+            return self.drop("late token", request=token.request, index=token.index)
+        if answer.finish is not None:
+            if token.finish is None:  # a stop string: the engine does not know yet
+                self.tell(ROUTER, Cancel(token.request))
+            self._finish(answer, answer.finish)
+        return None
 
     def _on_rejected(self, _sender: Member, message: Rejected) -> None:
         answer = self.answers.get(message.request)

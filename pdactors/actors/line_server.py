@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from pdactors.client_messages import AnyEvent, DoneEvent, ErrorEvent, RequestBody, RequestId, TokenEvent, encode_line
 from pdactors.errors import BadRequest, Overloaded, PDError, Unauthorized
-from pdactors.messages import AnyEvent, DoneEvent, ErrorEvent, RequestBody, RequestId, TokenEvent, encode_line, explain
+from pdactors.messages import explain
 
 if TYPE_CHECKING:
     from pdactors.actors.gateway import Gateway

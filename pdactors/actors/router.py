@@ -15,6 +15,7 @@ from pdactors.messages import (
     Answered,
     CacheChanged,
     Cancel,
+    Decode,
     Drain,
     DrainActor,
     EnginesStarted,
@@ -31,6 +32,7 @@ from pdactors.messages import (
     Member,
     Message,
     Pinned,
+    Prefill,
     Prefilled,
     Rejected,
     Report,
@@ -300,7 +302,9 @@ class Router(Actor):
 
     def _perform(self, orders: list[Order]) -> None:
         for to, message in orders:
-            self.tell(to, message)
+            if not self.tell(to, message) and isinstance(message, Prefill | Decode):
+                lost = Failed(message.request, message.attempt, "worker_lost", f"{to} cannot be reached")
+                self._perform(self.dispatcher.failed(to, lost, self.clock()))
         if self._is_draining and not self.dispatcher.requests:
             self.beat()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pdactors.cli.options import cluster_options, zmq_address
-from pdactors.messages import DoneEvent
+from pdactors.client_messages import DoneEvent
 
 if TYPE_CHECKING:
     from pdactors.client import Client

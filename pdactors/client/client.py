@@ -18,9 +18,7 @@ from typing import Any, Self, TypeVar, cast
 
 import msgspec
 
-from pdactors.errors import BadRequest, ConnectionLost, PDError, Unauthorized, error_for
-from pdactors.messages import (
-    PROTOCOL_VERSION,
+from pdactors.client_messages import (
     AnswerEvent,
     AnyEvent,
     ClientAsk,
@@ -35,18 +33,15 @@ from pdactors.messages import (
     ClientWelcome,
     DoneEvent,
     ErrorEvent,
-    Message,
     RequestBody,
     RequestId,
-    Role,
     Timing,
     TokenEvent,
     Usage,
-    decode,
-    encode,
-    explain,
     to_client_decoder,
 )
+from pdactors.errors import BadRequest, ConnectionLost, PDError, Unauthorized, error_for
+from pdactors.messages import PROTOCOL_VERSION, Message, Role, decode, encode, explain
 from pdactors.transport import Busy, Channel, Peer, PeerGone, Transport, transport_for
 
 PING_S = 2.0

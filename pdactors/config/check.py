@@ -59,6 +59,11 @@ def _sizes(cfg: ClusterConfig) -> Iterator[Problem]:
     if max_len < block_tokens:
         limit = f"must be at least kv.block_tokens = {block_tokens}"
         yield _problem("model.max_model_len", max_len, limit, "kv.block_tokens")
+    if cfg.cluster.mode == "chunked" and cfg.engine.chunk_tokens <= cfg.engine.max_batch:
+        limit = (
+            f"must be more than engine.max_batch = {cfg.engine.max_batch}, or a full batch leaves no room for prompts"
+        )
+        yield _problem("engine.chunk_tokens", cfg.engine.chunk_tokens, limit, "engine.max_batch")
     heartbeat_ms, dead_after_ms = cfg.router.heartbeat_ms, cfg.router.dead_after_ms
     if dead_after_ms <= heartbeat_ms:
         limit = f"must be more than router.heartbeat_ms = {heartbeat_ms}"

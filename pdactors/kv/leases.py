@@ -106,6 +106,12 @@ class Lessor:
         self._given[index] = _Given(lease, request, attempt, tuple(blocks))
         return lease
 
+    def extend(self, lease: Lease, deadline: float) -> None:
+        """Let a lease that nobody accepted yet live until `deadline`; an ended lease is left alone."""
+        given = self._given.get(lease.index)
+        if given is not None and given.lease == lease and self._table.closing[lease.index] != lease.generation:
+            self._table.deadline[lease.index] = deadline
+
     def revoke(self, lease: Lease) -> None:
         """Let nobody accept the lease from now on; who has accepted it keeps it. An ended lease is left alone."""
         given = self._given.get(lease.index)

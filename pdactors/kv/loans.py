@@ -95,7 +95,13 @@ class Loans:
         self._holder.release(lease)
 
     def renew(self, now: float) -> set[Lease]:
-        """Hold everything that is borrowed for another term; return the leases that are lost."""
+        """Keep everything for another term: what is borrowed, and what is lent and waits for its borrower.
+
+        Returns the borrowed leases that are lost.
+        """
+        for live in self._lessor.live():
+            if live.holder_slot is None and not live.revoked:
+                self._lessor.extend(live.lease, now + self._lease_s)
         lost = set()
         for lease in self._holder.held:
             try:

@@ -12,8 +12,7 @@ import pytest
 import structlog
 
 from pdactors.actors.client_server import MAX_REQUESTS, SILENT_AFTER_S, ClientServer
-from pdactors.messages import (
-    PROTOCOL_VERSION,
+from pdactors.client_messages import (
     ClientBye,
     ClientEvents,
     ClientHello,
@@ -22,13 +21,11 @@ from pdactors.messages import (
     ClientRequest,
     ClientWelcome,
     ErrorEvent,
-    Message,
     RequestBody,
     TokenEvent,
-    decode,
-    encode,
     to_client_decoder,
 )
+from pdactors.messages import PROTOCOL_VERSION, Message, decode, encode
 from pdactors.transport import Busy, Channel, Transport, transport_for
 
 

@@ -8,9 +8,9 @@ from click.testing import CliRunner
 from pdactors.bench.kv import LENGTHS, PathResult, bench_kv, copy_reference, hand_over, summarise, tail_bytes
 from pdactors.cli.main import main
 from pdactors.client import Generation
+from pdactors.client_messages import Timing, Usage
 from pdactors.errors import ConfigError, PDError
 from pdactors.kv.layout import KVLayout
-from pdactors.messages import Timing, Usage
 
 LAYOUT = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_tokens=32, dtype="bfloat16")
 

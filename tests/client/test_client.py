@@ -19,17 +19,21 @@ import pytest
 import pdactors
 from pdactors import AsyncClient, BadRequest, Client, Cluster, ConnectionLost, PromptTooLong, RequestTimeout
 from pdactors.actors import client_server
-from pdactors.messages import (
-    PROTOCOL_VERSION,
-    Cancel,
+from pdactors.client_messages import (
     ClientEvents,
     ClientHello,
     ClientPing,
     ClientPong,
     ClientRequest,
     ClientWelcome,
-    Drain,
     ErrorEvent,
+    RequestBody,
+    to_client_decoder,
+)
+from pdactors.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Drain,
     Exited,
     Generate,
     Heartbeat,
@@ -41,7 +45,6 @@ from pdactors.messages import (
     Prefilled,
     Refusal,
     Release,
-    RequestBody,
     Sampling,
     Stranger,
     Token,
@@ -49,7 +52,6 @@ from pdactors.messages import (
     control_decoder,
     decode,
     encode,
-    to_client_decoder,
 )
 from pdactors.transport import Channel, transport_for
 

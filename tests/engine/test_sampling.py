@@ -58,7 +58,7 @@ def test_draws_are_the_same_in_every_process() -> None:
     script = """
 import torch
 from pdactors.engine.sampling import SampleRow, sample
-from pdactors.messages import Sampling
+from pdactors.messages import (Sampling)
 rows = [SampleRow(Sampling(temperature=1.0, seed=2**63 - 1), position) for position in range(8)]
 print([s.token_id for s in sample(torch.arange(8 * 40).remainder(7).view(8, 40) / 3, rows)])
 """
