@@ -1,4 +1,4 @@
-"""What clients and the gateway say to each other: the line protocol's objects, JSON over TCP and msgpack over ZeroMQ."""
+"""What clients and the gateway say to each other: JSON lines over TCP, the same objects in msgpack over ZeroMQ."""
 
 from __future__ import annotations
 
