@@ -321,7 +321,7 @@ def test_a_lease_crosses_processes() -> None:
     layout = KVLayout(1, 1, 1, 8, "float32")
     child = (
         "import sys\nfrom pdactors.kv.arena import Arena\nfrom pdactors.kv.layout import KVLayout\n"
-        "from pdactors.kv.leases import Holder\nfrom pdactors.messages import Lease\n")
+        "from pdactors.kv.leases import Holder\nfrom pdactors.messages import Lease\n"
         "fd, index, generation = map(int, sys.argv[1:])\n"
         "arena = Arena.attach(fd, KVLayout(1, 1, 1, 8, 'float32'))\n"
         "holder = Holder(arena.leases(), 1, 5)\n"
