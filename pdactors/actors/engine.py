@@ -69,7 +69,7 @@ class EngineActor(Actor):
         self._grew = asyncio.Event()
         self._num_wanted = 0
         self._asked_s = 0.0
-        self.accept(Release, self._on_release, "router")
+        self.accept(Release, self._on_release, "router", "gateway")
         self.accept(Extents, self._on_extents, "migrator")
         self.accept(RecallExtents, self._on_recall, "migrator")
 

@@ -19,7 +19,15 @@ from pdactors.actors.answer import Answer, Sink
 from pdactors.actors.client_server import ClientServer
 from pdactors.actors.line_server import LineServer
 from pdactors.actors.spec import ActorSpec
-from pdactors.errors import BadRequest, Overloaded, PDError, PromptTooLong, RequestTimeout, error_for
+from pdactors.errors import (
+    BadRequest,
+    Overloaded,
+    PDError,
+    PromptTooLong,
+    RequestTimeout,
+    WorkerLost,
+    error_for,
+)
 from pdactors.messages import (
     Cancel,
     ErrorEvent,
@@ -29,6 +37,7 @@ from pdactors.messages import (
     Load,
     Member,
     Rejected,
+    Release,
     Report,
     RequestBody,
     RequestId,
@@ -56,6 +65,7 @@ class Gateway(Actor):
         self.tokenizer: Tokenizer | None = None
         self._questions: dict[int, tuple[Survey, asyncio.Future[dict[str, Any]]]] = {}
         self._num_questions = 0
+        self._router_incarnation = 0
         self._lines = LineServer(self)
         self._clients = ClientServer(self, transport)
         self.accept(Tokens, self._on_tokens, "prefill", "decode", "worker")
@@ -81,6 +91,16 @@ class Gateway(Actor):
             self._fail(answer, Overloaded("the cluster is shutting down", retry_after_s=5.0))
         self._clients.close()
         await self._lines.close()
+
+    def welcomed(self, host: Member) -> None:
+        """End what a lost router took with it; what decodes already goes on, since tokens do not pass the router."""
+        if host.role != "router" or host.incarnation == self._router_incarnation:
+            return
+        is_first, self._router_incarnation = not self._router_incarnation, host.incarnation
+        for answer in [] if is_first else list(self.answers.values()):
+            if not answer.is_decoding:
+                self.tell(ROUTER, Cancel(answer.request))  # it may have come between the new one's start and its word
+                self._fail(answer, WorkerLost("the router was lost before the request was handed over to decode"))
 
     def load(self) -> Load:
         return Load(running=len(self.answers))
@@ -199,11 +219,13 @@ class Gateway(Actor):
 
     # ---- From tokens to text --------
 
-    def _on_tokens(self, _sender: Member, message: Tokens) -> None:
+    def _on_tokens(self, sender: Member, message: Tokens) -> None:
         assert self.tokenizer is not None
         now = self.clock()
         for token in message.tokens:
             answer = self.answers.get(token.request)
+            if answer is None:  # whoever cancelled it may not have reached the engine: the router may be new
+                self.tell(sender.name, Release(token.request, token.attempt))
             if answer is None or not answer.take(token, self.tokenizer, now):
                 self.drop("late token", request=token.request, index=token.index)
                 continue

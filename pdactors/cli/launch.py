@@ -14,7 +14,7 @@ from pdactors.config.logging import configure
 
 @click.command(
     "launch",
-    epilog="Examples:  pdactors launch cluster.toml   |   pdactors launch --set node.0.decode=2 --set listen.tcp=127.0.0.1:0",
+    epilog="Examples:  pdactors launch cluster.toml   |   pdactors launch --set node.0.decode=2 --set kv.memory=1GiB",
 )
 @config_options
 @click.option("--node", metavar="NAME", help="Start this node of the file; else all whose host is this machine.")

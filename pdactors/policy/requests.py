@@ -1,8 +1,8 @@
 """The router's request table: every request in flight, found by id, by stage and by engine. Pure.
 
-    QUEUED --place--> PREFILLING --prefilled--> WAITING --decode has room--> ADOPTING --adopted--> DECODING
-       ^                  |                        |
-       +---prefill lost---+------------------------+      any stage: finished, failed, cancelled, timed out -> gone
+QUEUED --place--> PREFILLING --prefilled--> WAITING --decode has room--> ADOPTING --adopted--> DECODING
+   ^                  |                        |
+   +---prefill lost---+------------------------+      any stage: finished, failed, cancelled, timed out -> gone
 """
 
 from __future__ import annotations
