@@ -92,6 +92,9 @@ class Actor:
     def joined(self, member: Member) -> None:
         """A peer was admitted on our listener."""
 
+    def welcomed(self, host: Member) -> None:
+        """A peer that we connected to took us in; it may do so again, and under another incarnation."""
+
     def load(self) -> Load:
         """What there is to do here."""
         return Load()
@@ -296,6 +299,7 @@ class Actor:
         message = self._decode(frames)
         if isinstance(message, Welcome):
             self._hosts[name] = message.member
+            self.welcomed(message.member)
             if name == ROUTER:
                 self.beat()
         elif isinstance(message, Refusal):

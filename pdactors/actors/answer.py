@@ -70,6 +70,11 @@ class Answer:
             self._emit(self._early.pop(self.num_tokens), tokenizer, now)
         return True
 
+    @property
+    def is_decoding(self) -> bool:
+        """Whether a token that decode computed has come."""
+        return self.num_tokens > 1 or any(index > 0 for index in self._early)
+
     def done(self, finish: FinishReason, now: float) -> DoneEvent:
         """Describe the end."""
         cached = self.prefill.cached_tokens if self.prefill else 0

@@ -87,7 +87,7 @@ class EngineActor(Actor):
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = asyncio.Event()
         self._stalled_since: float | None = None
-        self.accept(Release, self._on_release, "router")
+        self.accept(Release, self._on_release, "router", "gateway")
         self.accept(Pin, self._on_pin, "router")
         self.accept(CopyOut, self._on_copy_out, "router")
         self.accept(Extents, self._on_extents, "migrator")

@@ -20,7 +20,15 @@ from pdactors.actors.client_server import ClientServer
 from pdactors.actors.line_server import LineServer
 from pdactors.actors.spec import ActorSpec
 from pdactors.client_messages import ErrorEvent, RequestBody, RequestId
-from pdactors.errors import BadRequest, Overloaded, PDError, PromptTooLong, RequestTimeout, error_for
+from pdactors.errors import (
+    BadRequest,
+    Overloaded,
+    PDError,
+    PromptTooLong,
+    RequestTimeout,
+    WorkerLost,
+    error_for,
+)
 from pdactors.messages import (
     Answered,
     Cancel,
@@ -32,6 +40,7 @@ from pdactors.messages import (
     Member,
     Message,
     Rejected,
+    Release,
     Report,
     Role,
     Scale,
@@ -58,6 +67,7 @@ class Gateway(Actor):
         self.tokenizer: Tokenizer | None = None
         self._questions: dict[int, asyncio.Future[Surveyed | Answered]] = {}
         self._num_questions = 0
+        self._router_incarnation = 0
         self._lines = LineServer(self)
         self._clients = ClientServer(self, transport)
         self.accept(Tokens, self._on_tokens, "prefill", "decode", "worker")
@@ -84,6 +94,16 @@ class Gateway(Actor):
             self._fail(answer, Overloaded("the cluster is shutting down", retry_after_s=5.0))
         self._clients.close()
         await self._lines.close()
+
+    def welcomed(self, host: Member) -> None:
+        """End what a lost router took with it; what decodes already goes on, since tokens do not pass the router."""
+        if host.role != "router" or host.incarnation == self._router_incarnation:
+            return
+        is_first, self._router_incarnation = not self._router_incarnation, host.incarnation
+        for answer in [] if is_first else list(self.answers.values()):
+            if not answer.is_decoding:
+                self.tell(ROUTER, Cancel(answer.request))  # it may have come between the new one's start and its word
+                self._fail(answer, WorkerLost("the router was lost before the request was handed over to decode"))
 
     def load(self) -> Load:
         return Load(running=len(self.answers))
@@ -219,21 +239,24 @@ class Gateway(Actor):
 
     # ---- From tokens to text --------
 
-    def _on_tokens(self, _sender: Member, message: Tokens) -> None:
+    def _on_tokens(self, sender: Member, message: Tokens) -> None:
         now = self.clock()
         for token in message.tokens:
             answer = self.answers.get(token.request)
+            if answer is None:  # whoever cancelled it may not have reached the engine: the router may be new
+                self.tell(sender.name, Release(token.request, token.attempt))
+                self.drop("late token", request=token.request, index=token.index)
+                continue
             try:
                 self._take(answer, token, now)
             except Exception as error:  # one answer's text must not cost the others of the step
                 self.log.exception("token failed", request=token.request)
                 self.tell(ROUTER, Cancel(token.request))
-                if answer is not None:
-                    self._fail(answer, PDError(f"{self.spec.name}: {error}"))
+                self._fail(answer, PDError(f"{self.spec.name}: {error}"))
 
-    def _take(self, answer: Answer | None, token: Token, now: float) -> None:
+    def _take(self, answer: Answer, token: Token, now: float) -> None:
         assert self.tokenizer is not None
-        if answer is None or not answer.take(token, self.tokenizer, now):
+        if not answer.take(token, self.tokenizer, now):
             return self.drop("late token", request=token.request, index=token.index)
         if answer.finish is not None:
             if token.finish is None:  # a stop string: the engine does not know yet

@@ -47,13 +47,14 @@ def generate(job: Job) -> Iterator[tuple[int, Expected]]:
     Raises:
         ModelError: it failed; says what it printed last.
     """
-    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
+    settings = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
+    settings["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that spin slow each other down on a busy machine
     command = [sys.executable, "-m", "pdactors.bench.reference"]
     with tempfile.TemporaryFile() as request, tempfile.TemporaryFile() as log:
         request.write(msgspec.json.encode(job))
         request.seek(0)
         process = subprocess.Popen(  # noqa: S603 - this interpreter and our own module
-            command, stdin=request, stdout=subprocess.PIPE, stderr=log, env={**os.environ, **quiet}
+            command, stdin=request, stdout=subprocess.PIPE, stderr=log, env={**os.environ, **settings}
         )
         num_done, num_prompts = 0, len(job.prompts)
         assert process.stdout is not None

@@ -29,7 +29,7 @@ from pdactors.errors import ConfigError, PDError
 from pdactors.text.tokenizer import Tokenizer
 
 MAX_PROMPT_TOKENS = 1500
-BATCH = 8  # prompts that the reference runs at once
+BATCH = 4  # prompts that the reference runs at once
 Answer = Sequence[int] | PDError  # the generated ids, or why there are none
 
 

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -130,7 +131,7 @@ def test_garbage_as_the_first_bytes_does_no_harm(cluster: Cluster, dial: Any) ->
 def test_dot_stuffing_is_undone_by_the_reader(text: str, cuts: list[int]) -> None:
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     dots = DotStuffing()
-    wire = "".join(dots.push(text[a:b]) for a, b in zip(edges, edges[1:], strict=False)).encode() + dots.end() + b".\n"
+    wire = "".join(dots.push(text[a:b]) for a, b in pairwise(edges)).encode() + dots.end() + b".\n"
     lines = wire.splitlines(keepends=True)
     assert lines.index(b".\n") == len(lines) - 1  # the only end
     assert unstuffed(lines[:-1]) == text + ("\n" if text and not text.endswith("\n") else "")

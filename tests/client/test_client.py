@@ -244,18 +244,17 @@ async def test_breaking_out_of_an_async_stream_cancels(cluster: Cluster) -> None
         async for token in client.stream("^", **ALWAYS):
             if token.index == 2:
                 break
-        await idle(client)
+        await until(client, 0)
 
 
 async def test_cancelling_a_task_cancels_its_request(cluster: Cluster) -> None:
     async with AsyncClient(cluster.zmq) as client:
         task = asyncio.create_task(client.generate("^", **ALWAYS))
-        while (await client.status())["requests"] == 0:
-            await asyncio.sleep(0.01)
+        await until(client, 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await idle(client)
+        await until(client, 0)
 
 
 async def test_a_closed_async_client_says_so(cluster: Cluster) -> None:
@@ -266,9 +265,10 @@ async def test_a_closed_async_client_says_so(cluster: Cluster) -> None:
         await client.generate("x")
 
 
-async def idle(client: AsyncClient) -> None:
-    async with asyncio.timeout(1.0):
-        while (await client.status())["requests"]:
+async def until(client: AsyncClient, num_requests: int) -> None:
+    """Wait until the cluster has so many requests."""
+    async with asyncio.timeout(2.0):
+        while (await client.status())["requests"] != num_requests:  # noqa: ASYNC110 - there is nothing to be told by
             await asyncio.sleep(0.02)
 
 
