@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pdactors.actors.actor import Actor
 from pdactors.actors.discovery import remove_ready_file
-from pdactors.actors.process import LastWords, die_with_parent
+from pdactors.actors.process import LastWords, die_with_parent, is_orphan
 from pdactors.actors.spec import ActorSpec, decode_spec
 from pdactors.config.logging import configure, get_logger
 from pdactors.errors import PDError
@@ -35,7 +35,7 @@ def main() -> NoReturn:
 def live(spec: ActorSpec, last_words: LastWords, model: PagedModel | None = None) -> NoReturn:
     """Be the actor that `spec` describes, then end the process; an engine brings its model along."""
     reason = asyncio.run(_live(spec, model))
-    if os.getppid() != spec.supervisor_pid and spec.ready_file:
+    if spec.ready_file and is_orphan(spec.supervisor_pid):
         remove_ready_file(Path(spec.ready_file), spec.run_id)
     sys.stderr.flush()
     if reason is not None:
@@ -48,7 +48,9 @@ async def _live(spec: ActorSpec, model: PagedModel | None) -> str | None:
     log = get_logger(actor=spec.name, node=spec.node)
     try:
         actor = _make(spec, transport_for(spec.control), model)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, actor.stop)
+        loop = asyncio.get_running_loop()
+        # Not the loop's own handler: closing the loop would undo it, and a second signal would kill us then.
+        signal.signal(signal.SIGTERM, lambda *_: loop.call_soon_threadsafe(actor.stop))
         await actor.run()
     except PDError as error:
         log.error("actor ends", code=error.code, reason=error.message)
@@ -56,6 +58,8 @@ async def _live(spec: ActorSpec, model: PagedModel | None) -> str | None:
     except Exception as error:
         log.exception("actor ends")
         return repr(error)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return None
 
 

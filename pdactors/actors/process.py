@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 from msgspec import Struct
@@ -175,8 +176,22 @@ def become_subreaper() -> None:
 
 
 def die_with_parent(parent: int, how: signal.Signals) -> None:
-    """Have the kernel send `how` to this process when its parent, which is `parent`, ends; leave if it has already."""
+    """Have the kernel send `how` to this process when its parent, which is `parent`, ends; leave if it has already.
+
+    The signal comes again as each further thread of the parent dies.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides
     _libc.prctl(PR_SET_PDEATHSIG, how, 0, 0, 0)
-    if os.getppid() != parent:
+    if is_orphan(parent):
         os._exit(1)
+
+
+def is_orphan(parent: int) -> bool:
+    """Say whether the parent is dead; its last threads may still be dying, and are our parent until then."""
+    if os.getppid() != parent:
+        return True
+    try:
+        state = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "ZX"
