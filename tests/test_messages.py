@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from pdactors import messages
 from pdactors.client_messages import (
     ClientRequest,
     DoneEvent,
@@ -22,15 +21,27 @@ from pdactors.client_messages import (
     ToGateway,
     TokenEvent,
     encode_line,
+    to_client_decoder,
+    to_gateway_decoder,
 )
 from pdactors.errors import BadRequest
-from pdactors.messages import Control, Generate, Heartbeat, Message, Sampling, decode, encode, explain
+from pdactors.messages import (
+    Control,
+    Generate,
+    Heartbeat,
+    Message,
+    Sampling,
+    control_decoder,
+    decode,
+    encode,
+    explain,
+)
 from pdactors.token_ids import TokenIds, to_wire
 
 DECODERS: dict[str, tuple[msgspec.msgpack.Decoder[Any], tuple[type[Message], ...]]] = {
-    "control": (messages.control_decoder, get_args(Control)),
-    "to gateway": (messages.to_gateway_decoder, get_args(ToGateway)),
-    "to client": (messages.to_client_decoder, get_args(ToClient)),
+    "control": (control_decoder, get_args(Control)),
+    "to gateway": (to_gateway_decoder, get_args(ToGateway)),
+    "to client": (to_client_decoder, get_args(ToClient)),
 }
 KINDS = [(decoder, kind) for decoder, kinds in DECODERS.values() for kind in kinds]
 every_kind = pytest.mark.parametrize(("decoder", "kind"), KINDS, ids=[kind.__name__ for _, kind in KINDS])
@@ -66,6 +77,8 @@ def _build(info: inspect.Type) -> st.SearchStrategy[Any]:
             return st.floats(least, info.le, exclude_min=info.gt is not None, allow_nan=False)
         case inspect.CustomType(cls=TokenIds):
             return st.lists(st.integers(0, 2**31 - 1), max_size=3).map(TokenIds.of)
+        case inspect.BytesType():
+            return st.binary(max_size=20)
         case inspect.StrType():
             return st.text(min_size=info.min_length or 0, max_size=min(8, info.max_length or 8))
         case inspect.AnyType():
@@ -132,6 +145,8 @@ def _simplest(kind: type[Message]) -> Message:
                 return 0.5
             case inspect.CustomType(cls=TokenIds):
                 return TokenIds.of([1])
+            case inspect.BytesType():
+                return b"x"
             case inspect.StrType():
                 return "x"
             case inspect.BoolType():
@@ -283,7 +298,7 @@ def test_the_tables_cover_every_field_with_a_range():
 
 @pytest.mark.parametrize(("field", "value"), pairs(GOOD))
 def test_a_value_at_its_limit_is_taken(field, value):
-    message = decode(messages.to_gateway_decoder, [request_with(field, value)])
+    message = decode(to_gateway_decoder, [request_with(field, value)])
     assert isinstance(message, ClientRequest)
     taken = getattr(message.body, field)
     assert taken == (tuple(value) if isinstance(value, list) else value)
@@ -292,7 +307,7 @@ def test_a_value_at_its_limit_is_taken(field, value):
 @pytest.mark.parametrize(("field", "value"), pairs(BAD))
 def test_a_value_beyond_its_limit_is_refused_and_its_field_named_first(field, value):
     with pytest.raises(BadRequest) as caught:
-        decode(messages.to_gateway_decoder, [request_with(field, value)])
+        decode(to_gateway_decoder, [request_with(field, value)])
     assert caught.value.message.startswith(field)
 
 
@@ -300,7 +315,7 @@ def test_a_value_beyond_its_limit_is_refused_and_its_field_named_first(field, va
 def test_the_engines_part_has_the_same_ranges(field, value):
     generate = Generate("r", TokenIds.of([1]), Sampling())
     with pytest.raises(BadRequest, match=f"^sampling.{field}: "):
-        decode(messages.control_decoder, [raw(generate, sampling={field: value})])
+        decode(control_decoder, [raw(generate, sampling={field: value})])
 
 
 def test_the_engines_part_is_made_from_the_request():

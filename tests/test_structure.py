@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "pdactors"
 ORDER = (
-    "errors version config token_ids messages transport kernels kv policy engine text actors client "
+    "errors version config token_ids messages client_messages transport kernels kv policy engine text actors client "
     "observe sim bench cli"
 ).split()
 HOMES = {  # foreign library -> the only modules and packages that may import it

@@ -9,9 +9,10 @@ from pdactors.actors.spec import ActorSpec, Descriptors, ModelSpec
 from pdactors.config.cluster import ClusterConfig, NodeSection
 from pdactors.config.memory import format_size
 from pdactors.engine.shape import ModelShape
-from pdactors.errors import ConfigError
+from pdactors.errors import ConfigError, PDError
 from pdactors.kv.layout import KVLayout
 from pdactors.messages import Role
+from pdactors.policy import extents
 
 ENGINE_OVERHEAD_BYTES = 600 << 20  # libraries, activations and scratch of one engine process
 MAX_EXTENT_BLOCKS = 64
@@ -93,11 +94,34 @@ def plan_arena(config: ClusterConfig, node: NodeSection, shape: ModelShape) -> A
     return ArenaPlan(
         layout=layout,
         num_blocks=num_blocks,
-        extent_blocks=max(1, min(MAX_EXTENT_BLOCKS, num_blocks // (16 * engines))),
+        extent_blocks=_extent_blocks(num_blocks, engines),
         num_slots=engines + SPARE_SLOTS,
         leases_per_slot=config.engine.max_batch * (engines + 1) + SPARE_LEASES,
         max_lease_blocks=layout.num_blocks(config.model.max_model_len),
     )
+
+
+def _extent_blocks(num_blocks: int, engines: int) -> int:
+    return max(1, min(MAX_EXTENT_BLOCKS, num_blocks // (16 * engines)))
+
+
+def check_room(spec: ActorSpec, engines: int) -> None:
+    """Hold one more engine, so that there are `engines`, against the arena that was planned for `spec.num_engines`.
+
+    Raises:
+        PDError: not all of them could have what each must have.
+    """
+    num_blocks = spec.config.kv.memory_bytes // spec.layout.block_bytes
+    extent_blocks = _extent_blocks(num_blocks, spec.num_engines)
+    num_extents = -(-num_blocks // extent_blocks)
+    per_sequence = -(-spec.layout.num_blocks(spec.model.max_model_len) // extent_blocks)
+    minimum = extents.guaranteed(num_extents, spec.num_engines, per_sequence)
+    if engines * minimum > num_extents:
+        sure = minimum * extent_blocks * spec.layout.block_tokens
+        raise PDError(
+            f"kv.memory = {spec.config.kv.memory!r} has no room for another engine on {spec.node}: "
+            f"each is sure of {sure} tokens, for one sequence of model.max_model_len or an even share"
+        )
 
 
 @dataclass(frozen=True)

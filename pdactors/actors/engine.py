@@ -56,6 +56,8 @@ STALL_S = 0.1  # a batch without room for its next step waits so long before the
 class EngineActor(Actor):
     """Base of prefill, decode and worker. Children say what happens to a sequence that got a token."""
 
+    fills_batches = True  # waits for company before a first step
+
     def __init__(self, spec: ActorSpec, transport: Transport, model: PagedModel) -> None:
         super().__init__(spec, transport)
         config, layout = spec.config, spec.layout
@@ -136,8 +138,9 @@ class EngineActor(Actor):
             self._between_steps()
             step = engine.plan()
             if step is None:
+                is_empty = not engine.running and not engine.waiting
                 await self._idle()
-                if not engine.running:
+                if is_empty and self.fills_batches:
                     await self._fill_batch()
                 idle_since = self.clock()
                 continue
@@ -177,9 +180,12 @@ class EngineActor(Actor):
             return False
         return True
 
-    def _between_steps(self) -> None:
+    def _do_commands(self) -> None:
         while self._commands:
             self._commands.popleft()()
+
+    def _between_steps(self) -> None:
+        self._do_commands()
         for sequence in self.engine.admit():
             if sequence.num_admitted == 1:
                 self.admitted(sequence)
@@ -187,16 +193,13 @@ class EngineActor(Actor):
         self._tell_cache()
 
     async def _fill_batch(self) -> None:
-        """Wait a moment for company when idle (engine.batch_wait_ms)."""
-        wait_s = self.spec.config.engine.batch_wait_ms / 1000
-        deadline = self.clock() + wait_s
-        while self.clock() < deadline and len(self._commands) < self.engine.limits.max_sequences:
+        """Wait a moment for company (engine.batch_wait_ms) when work came to an engine that had none."""
+        deadline = self.clock() + self.spec.config.engine.batch_wait_ms / 1000
+        self._do_commands()
+        while 0 < len(self.engine.waiting) < self.engine.limits.max_sequences and self.clock() < deadline:
             self._wake.clear()
-            try:
-                async with asyncio.timeout(deadline - self.clock()):
-                    await self._wake.wait()
-            except TimeoutError:
-                return
+            await self._woken(deadline - self.clock())
+            self._do_commands()
 
     def _publish(self, outcomes: list[Outcome]) -> None:
         """Send the step's tokens in one message, then move each sequence on."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdactors.actors.spec import ENGINES
 from pdactors.errors import InvariantError
 from pdactors.messages import LeaseInfo, Load, Report
 
@@ -19,12 +20,13 @@ def load(actor: EngineActor) -> Load:
     sequences = [*engine.running, *engine.waiting]
     borrowed = {block for s in sequences for block in (s.borrowed or s.lent.values())}
     prefill, decode = actor.steps.uses()
+    here = sum(m.role in ENGINES and m.node == actor.spec.node for m in actor.fleet.members)
     return Load(
         running=len(engine.running),
         waiting=len(engine.waiting),
         pending_tokens=sum(s.num_pending for s in sequences if s.is_prompt),
         max_sequences=actor.spec.config.engine.max_batch,
-        max_blocks=actor.extents.max_blocks,
+        max_blocks=actor.extents.max_blocks(max(here, actor.spec.num_engines)),
         blocks=msgspec.structs.replace(actor.pool.account(), leased_in=len(borrowed)),
         step_ms=actor.steps.times(),
         blocks_lacking=engine.blocks_lacking(),

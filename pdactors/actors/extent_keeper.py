@@ -31,11 +31,15 @@ class ExtentKeeper:
         self._ask = ask
         per_sequence = -(-max_sequence_blocks // arena.extent_blocks)
         self._minimum = extents.guaranteed(arena.num_extents, num_engines, per_sequence)
-        self.max_blocks = extents.reachable(arena.num_extents, num_engines, self._minimum) * arena.extent_blocks
         self._num_wanted = 0
         self._asked_s = 0.0
         self._grew = asyncio.Event()
         self._mapped: set[int] = set()  # extents of others
+
+    def max_blocks(self, num_engines: int) -> int:
+        """Return how many blocks the pool can come to own while the others of `num_engines` keep their minimum."""
+        reachable = extents.reachable(self._arena.num_extents, num_engines, self._minimum)
+        return min(self._arena.num_blocks, reachable * self._arena.extent_blocks)
 
     def take_over(self) -> None:
         """Use what a predecessor in this slot had."""

@@ -27,7 +27,8 @@ class Migrator(Actor):
         self.arena = Arena.attach(spec.fds.arena, spec.layout)
         per_sequence = -(-spec.layout.num_blocks(spec.model.max_model_len) // self.arena.extent_blocks)
         self._minimum = extents.guaranteed(self.arena.num_extents, spec.num_engines, per_sequence)
-        self._names: dict[int, str] = {}  # slot -> engine, of those that asked
+        self._names: dict[int, str] = {}  # slot -> engine, of those that joined
+        self._retired: set[int] = set()  # slots whose engine is gone for good
         self._demand: dict[int, int] = {}  # slot -> extents that it asked for and did not get
         self.accept(WantExtents, self._on_want, *ENGINES)
         self.accept(ReturnExtents, self._on_return, *ENGINES)
@@ -37,10 +38,14 @@ class Migrator(Actor):
         self.listen("tcp://127.0.0.1:0")
         super().open()
 
+    def joined(self, member: Member) -> None:
+        if member.role in ENGINES and 0 <= member.slot < self.arena.num_slots:
+            self._names[member.slot] = member.name
+            self._retired.discard(member.slot)
+
     def _on_want(self, sender: Member, message: WantExtents) -> None:
-        if not 0 <= sender.slot < self.arena.num_slots:
+        if self._names.get(sender.slot) != sender.name:
             return self.drop("engine without a slot", sender=sender.name)
-        self._names[sender.slot] = sender.name
         self._demand[sender.slot] = min(message.count, self.arena.num_extents)
         return self._serve()
 
@@ -53,9 +58,10 @@ class Migrator(Actor):
         self._serve()
 
     def _on_retired(self, _sender: Member, message: Retired) -> None:
-        """Free what an engine owned that was drained; nobody reads it any more."""
-        self._names.pop(message.slot, None)
+        """Free what an engine owned that was drained; nobody reads it any more, and what it still asked for is void."""
+        self.dismiss(self._names.pop(message.slot, ""))
         self._demand.pop(message.slot, None)
+        self._retired.add(message.slot)
         for extent in self.arena.extents_of(message.slot):
             self.arena.set_extent_owner(extent, None)
         self._serve()
@@ -81,11 +87,9 @@ class Migrator(Actor):
                     self.tell(self._names[other], RecallExtents(spare))
 
     def _owned(self) -> Counter[int]:
-        """Return how many extents each engine has: those of the plan, those that asked, and whoever owns some."""
-        slots = {*range(self.spec.num_engines), *self._names}
-        return Counter(
-            {slot: len(self.arena.extents_of(slot)) for slot in range(self.arena.num_slots) if slot in slots}
-        )
+        """Return how many extents each engine has: those of the plan, and those that joined since."""
+        slots = {*range(self.spec.num_engines), *self._names} - self._retired
+        return Counter({slot: len(self.arena.extents_of(slot)) for slot in sorted(slots)})
 
     def _free(self) -> list[int]:
         return [e for e in range(self.arena.num_extents) if self.arena.extent_owner(e) is None]

@@ -17,6 +17,7 @@ from pdactors.transport import Transport
 
 class PrefillActor(EngineActor):
     role = "prefill"
+    fills_batches = False  # a prompt gains nothing from company
 
     def __init__(self, spec: ActorSpec, transport: Transport, model: PagedModel) -> None:
         super().__init__(spec, transport, model)

@@ -208,16 +208,18 @@ class Router(Actor):
             engines = sorted(name for name, other in self.members.items() if other.role in ENGINES)
             error = f"no engine is called {message.name}; there are {', '.join(engines)}"
             return self._answer_query(sender, Answered(message.query, error=error))
-        if message.name not in self._draining and len(self._ready(member.role)) < 2:
+        others = [m for m in self._engines(member.role, "ready") if m.name != message.name]
+        if message.name not in self._draining and not others:
             error = f"{message.name} is the last {member.role}; scale up before it is drained"
             return self._answer_query(sender, Answered(message.query, error=error))
         self._drain_engine(member)
         return self._answer_query(sender, Answered(message.query, draining=(message.name,)))
 
     def _on_scale(self, sender: Member, message: Scale) -> None:
-        here = [m for m in self._ready(message.role) if m.node == message.node]
+        ready = self._engines(message.role, "ready")
+        here = [m for m in ready + self._engines(message.role, "starting") if m.node == message.node]
         supervisors = [m for m in self.members.values() if m.role == "supervisor" and m.node == message.node]
-        rest = len(self._ready(message.role)) - len(here) + message.count
+        rest = sum(m.node != message.node for m in ready) + message.count
         expected = ("prefill", "decode") if self.spec.config.is_separated else ("worker",)
         error = ""
         if message.role not in expected:
@@ -233,7 +235,7 @@ class Router(Actor):
             missing = message.count - len(here)
             self.tell(supervisors[0].name, StartEngines(message.query, message.node, message.role, missing))
             return None
-        surplus = sorted(here, key=lambda m: m.slot)[message.count :]
+        surplus = sorted(here, key=lambda m: (m.state != "ready", m.slot))[message.count :]
         for member in surplus:
             self._drain_engine(member)
         return self._answer_query(sender, Answered(message.query, draining=tuple(m.name for m in surplus)))
@@ -247,8 +249,10 @@ class Router(Actor):
     def _answer_query(self, asker: Member, answer: Answered) -> None:
         self.tell(asker.name, answer)
 
-    def _ready(self, role: Role) -> list[Member]:
-        return [m for m in self.members.values() if m.role == role and m.state == "ready"]
+    def _engines(self, role: Role, state: State) -> list[Member]:
+        """Return the engines of a role that are in `state` and to stay."""
+        known = self.members.values()
+        return [m for m in known if m.role == role and m.state == state and m.name not in self._draining]
 
     def _drain_engine(self, member: Member) -> None:
         self._draining.add(member.name)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from pdactors.actors.actor import ROUTER, Actor
-from pdactors.actors.blueprint import ENGINE_OVERHEAD_BYTES, SPARE_SLOTS
+from pdactors.actors.blueprint import ENGINE_OVERHEAD_BYTES, SPARE_SLOTS, check_room
 from pdactors.actors.discovery import Ready, ReadyActor, announce
 from pdactors.actors.process import Nursery, Process, become_subreaper, spawn_actor
 from pdactors.actors.spec import ENGINES, ActorSpec
@@ -160,7 +160,10 @@ class Supervisor(Actor):
 
     def _on_retire(self, _sender: Member, message: Retire) -> None:
         child = self._children.get(message.name)
-        if child is None or child.spec.incarnation != message.incarnation:
+        if child is None:  # it is gone already
+            self.tell(ROUTER, Exited(message.name, message.incarnation, is_final=True))
+            return None
+        if child.spec.incarnation != message.incarnation:
             return self.drop("retirement of the unknown", name=message.name)
         child.is_retired = True
         return child.send(signal.SIGTERM)
@@ -194,6 +197,7 @@ class Supervisor(Actor):
         free = [slot for slot in range(migrator.num_engines + SPARE_SLOTS) if slot not in slots]
         if not free:
             raise PDError(f"the arena of {node} has no slot for another engine")
+        check_room(migrator, sum(spec.role in ENGINES for spec in here) + 1)
         available = available_bytes()
         if available < ENGINE_OVERHEAD_BYTES:
             raise PDError(

@@ -18,7 +18,7 @@ from pdactors.cli.options import cluster_options, zmq_address
 SECOND_LOOK_S = 1.0  # what is on its way to be let go is gone by then
 
 
-@click.command("leaks")
+@click.command("leaks", epilog="Example:  pdactors leaks --ready-file ready.json")
 @cluster_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(zmq: str | None, ready_file: Path | None, token: str, as_json: bool) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 
-@click.command("status")
+@click.command("status", epilog="Example:  pdactors status --json")
 @cluster_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(zmq: str | None, ready_file: Path | None, token: str, as_json: bool) -> None:

@@ -10,7 +10,7 @@ import click
 from pdactors.cli.options import cluster_options, zmq_address
 
 
-@click.command("top")
+@click.command("top", epilog="Example:  pdactors top --interval 0.5")
 @cluster_options
 @click.option("--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds.")
 @click.option("--once", is_flag=True, help="Show it once and leave.")

@@ -143,8 +143,7 @@ class Engine:
         else:
             self.running.remove(sequence)
             self._vacate(sequence)
-        self.pool.free(list(sequence.kept.values()))
-        sequence.kept.clear()
+        self._drop_kept(sequence)
 
     def copy_out(self, sequence: Sequence) -> bool:
         """Replace what a running sequence borrows by copies of our own; False if there is no room for them."""
@@ -154,14 +153,17 @@ class Engine:
         for i, copy in zip(borrowed, self.pool.allocate(len(borrowed)), strict=True):
             self.arena.copy_block(sequence.blocks[i], copy, self._block_tokens)
             sequence.blocks[i] = copy
+        sequence.num_indexed = 0  # the copies can be found, too
         self.strip(sequence)
         return True
 
     def strip(self, sequence: Sequence) -> None:
-        """Count on nothing that is lent any more; what the table lacks then is computed when it is admitted."""
+        """Count on nothing that is lent or kept any more; what is not cached by then is computed after admission."""
+        self._extend_digests(sequence, (sequence.num_tokens - 1) // self._block_tokens)
         sequence.borrowed.clear()
         sequence.lent.clear()
         sequence.tail_block = None
+        self._drop_kept(sequence)
 
     @property
     def num_unreserved(self) -> int:
@@ -177,8 +179,8 @@ class Engine:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether something runs and nothing of it has room for its next step."""
-        return bool(self.running) and not any(s.is_prompt or self._has_room(s) for s in self.running)
+        """Whether there are sequences and none of them has room for its next step, after `admit`."""
+        return bool(self.running or self.waiting) and not any(s.is_prompt or self._has_room(s) for s in self.running)
 
     # ---- One step --------
 
@@ -235,9 +237,7 @@ class Engine:
         if sequence.handle is None or sequence.digests:
             self._extend_digests(sequence, limit)
         for i in range(limit):
-            own = sequence.kept.get(i)
-            if own is None and i < len(sequence.digests):
-                own = self.pool.cached(sequence.digests[i])
+            own = self._own_block(sequence, i)
             if own is not None:
                 self.pool.retain([own])
                 sequence.blocks.append(own)
@@ -248,6 +248,12 @@ class Engine:
                 break
         return len(sequence.blocks)
 
+    def _own_block(self, sequence: Sequence, i: int) -> int | None:
+        """Return the block of ours that holds block `i` of the sequence."""
+        if i in sequence.kept or i >= len(sequence.digests):
+            return sequence.kept.get(i)
+        return self.pool.cached(sequence.digests[i])
+
     def _next_digest(self, sequence: Sequence, num_known: int) -> bytes | None:
         return sequence.digests[num_known] if num_known < len(sequence.digests) else None
 
@@ -256,9 +262,14 @@ class Engine:
         return {d for s in self.running if s.is_prompt and s.handle is None for d in s.digests[s.num_indexed :]}
 
     def _blocks_needed(self, sequence: Sequence) -> int:
-        """Return the blocks that a waiting sequence lacks for what it has to compute, as far as can be seen."""
-        have = len(sequence.lent.keys() | sequence.kept.keys())
-        return max(0, self.arena.layout.num_blocks(sequence.num_tokens) - have)
+        """Return how many unreserved blocks a waiting sequence would take; those that are cached are among them."""
+        num_ready = 0
+        for i in range((sequence.num_tokens - 1) // self._block_tokens):
+            own = self._own_block(sequence, i)
+            if own is None and i not in sequence.lent:
+                break
+            num_ready += own is None or not self.pool.is_idle(own)
+        return self.arena.layout.num_blocks(sequence.num_tokens) - num_ready
 
     def _reserve(self, sequence: Sequence) -> bool:
         """Set blocks aside, and leave one for the next step of each that runs."""
@@ -289,6 +300,10 @@ class Engine:
         self.pool.free(sequence.own_blocks)
         sequence.blocks = []
         sequence.borrowed.clear()
+
+    def _drop_kept(self, sequence: Sequence) -> None:
+        self.pool.free(list(sequence.kept.values()))
+        sequence.kept.clear()
 
     def _vacate(self, sequence: Sequence) -> None:
         """Let go of the table and of what was set aside."""

@@ -161,6 +161,10 @@ class BlockPool:
         found = self._prefixes.lookup((digest,))
         return found[0] if found else None
 
+    def is_idle(self, block: int) -> bool:
+        """Whether the block is cached and used by nobody: `allocate` may give it away."""
+        return self._prefixes.is_idle(block)
+
     def insert(self, digest: bytes, block: int, parent: bytes | None) -> bool:
         """Make a block findable that is full and never written again; `parent` is the digest before it in the chain.
 

@@ -134,7 +134,7 @@ class Dispatcher:
         """An owner lends part of the prompt's beginning, or has nothing of it any more."""
         request = self.requests.get(message.request)
         is_expected = request is not None and request.attempt == message.attempt and request.stage == Stage.PINNING
-        if request is None or not is_expected or sender not in request.holders or message.start not in request.pins:
+        if request is None or not is_expected or request.pins.get(message.start) != sender:
             self._drop(message)
             is_over = request is None or request.attempt != message.attempt
             return [Order(sender, Release(message.request, message.attempt))] if is_over else []
@@ -224,11 +224,16 @@ class Dispatcher:
 
     def _place_prefill(self, request: Request, now: float) -> list[Order]:
         """Choose who computes the prompt; where others have its beginning, ask them to lend it first."""
-        views = self._views(*FIRST_ROLES)
+        views = [
+            replace(view, num_owned=self.index.num_known(request.digests, {view.name}))
+            for view in self._views(*FIRST_ROLES)
+            if view.has_capacity
+        ]
         cached = {view.name: self._num_readable(request, view) * self.limits.block_tokens for view in views}
         target = choose_prefill(views, len(request.ask.prompt), cached=cached, decodes=self._views("decode"))
         if target is None:
             return []
+        request.num_cached = cached[target]
         shares = self.index.shares(request.digests, target, self._neighbours(target))
         if not shares:
             self.requests.move(request, Stage.PREFILLING, target)

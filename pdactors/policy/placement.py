@@ -33,7 +33,7 @@ class EngineView:
     num_requests: int
     max_requests: int
     pending_tokens: int = 0  # prompt tokens assigned and not computed yet
-    num_owned: int = 0  # blocks of the sequence in question that only this engine can read
+    num_owned: int = 0  # blocks of the sequence in question that it has itself
 
     @property
     def has_capacity(self) -> bool:
@@ -58,16 +58,18 @@ def choose_prefill(
 ) -> str | None:
     """Return the engine with the fewest tokens to compute before this prompt's first token; None if all are full.
 
-    `cached` says how many of the prompt's tokens each engine can read without computing them. Ties go to the
-    engine that is nearest to a decode engine with room, then to the one with fewer requests.
+    `cached` says how many of the prompt's tokens each engine can read without computing them, or will have computed
+    before. They count twice: computing them again elsewhere takes time from others, and memory. Ties go to the engine
+    that is nearest to a decode engine with room, then to the one that has most of the prompt itself, then to the one
+    with fewer requests.
     """
     cached = cached or {}
     open_decodes = [engine.place for engine in decodes if engine.has_capacity]
 
-    def cost(engine: EngineView) -> tuple[int, int, int, str]:
-        tokens = engine.pending_tokens + prompt_tokens - cached.get(engine.name, 0)
+    def cost(engine: EngineView) -> tuple[int, int, int, int, str]:
+        tokens = engine.pending_tokens + prompt_tokens - 2 * cached.get(engine.name, 0)
         distance = min((engine.place.distance(place) for place in open_decodes), default=3)
-        return tokens, distance, engine.num_requests, engine.name
+        return tokens, distance, -engine.num_owned, engine.num_requests, engine.name
 
     return min((engine for engine in engines if engine.has_capacity), key=cost, default=_NOBODY).name or None
 

@@ -1,8 +1,10 @@
 """The router's request table: every request in flight, found by id, by stage and by engine. Pure.
 
 QUEUED --place--> PREFILLING --prefilled--> WAITING --decode has room--> ADOPTING --adopted--> DECODING
-   ^                  |                        |
-   +---prefill lost---+------------------------+      any stage: finished, failed, cancelled, timed out -> gone
+ |  ^               ^    |                     |
+ |  +--prefill lost-|----+---------------------+      any stage: finished, failed, cancelled, timed out -> gone
+ |                  |
+ +-----> PINNING ---+  others lend the prompt's beginning (and back to QUEUED when the prefill is lost)
 """
 
 from __future__ import annotations
@@ -50,9 +52,8 @@ class Request:
     decode: str = ""
     prefilled: Prefilled | None = None
     digests: tuple[bytes, ...] = ()  # of the prompt's full blocks that need not be computed where they are cached
-    pins: dict[int, str] = field(
-        default_factory=dict
-    )  # first block -> owner that was asked to lend and has not answered
+    num_cached: int = 0  # tokens of the prompt that its engine was expected to read when it was chosen
+    pins: dict[int, str] = field(default_factory=dict)  # first block -> owner asked to lend, that has not answered
     prefix: list[Segment] = field(default_factory=list)  # what owners lend for the prefill
     pinned_s: float = 0.0  # when they were asked
     is_copied: bool = False  # the decode engine was told to read copies of its own
@@ -141,6 +142,7 @@ class RequestTable(Mapping[str, Request]):
         request.stage = stage
         if stage == Stage.QUEUED:
             request.prefill, request.prefilled = "", None
+            request.num_cached = 0
             request.pins.clear()
             request.prefix.clear()
         elif stage in (Stage.PINNING, Stage.PREFILLING):
@@ -166,6 +168,10 @@ class RequestTable(Mapping[str, Request]):
                 raise InvariantError(f"request {name} is {stage} with the hand-over {request.prefilled}")
             if (stage == Stage.QUEUED) == bool(request.engine):
                 raise InvariantError(f"request {name} is {stage} at {request.engine or 'no engine'}")
+            if request.engine and request.engine not in request.holders:
+                raise InvariantError(f"request {name} is at {request.engine}, which is not among its holders")
+            if (stage == Stage.PINNING) != bool(request.pins):
+                raise InvariantError(f"request {name} is {stage} and waits for {request.pins}")
             fresh.add(request)
         for what, ours, theirs in (
             ("queued", self.queued._ranks, fresh.queued._ranks),
@@ -199,7 +205,7 @@ class RequestTable(Mapping[str, Request]):
         assigned = self.assigned.setdefault(request.engine, Assigned())
         assigned.num_requests += sign
         if request.stage in (Stage.PINNING, Stage.PREFILLING):
-            assigned.num_tokens += sign * len(request.ask.prompt)
+            assigned.num_tokens += sign * (len(request.ask.prompt) - request.num_cached)
             under_way = self.under_way.setdefault(request.engine, Counter())
             for digest in request.digests:
                 under_way[digest] += sign

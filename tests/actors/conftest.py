@@ -12,15 +12,37 @@ import msgspec
 import pytest
 
 from pdactors.actors.actor import Actor
-from pdactors.actors.spec import ActorSpec, ModelSpec
-from pdactors.config.cluster import ClusterConfig, RouterSection
+from pdactors.actors.router import Router
+from pdactors.actors.spec import ActorSpec, Descriptors, ModelSpec
+from pdactors.config.cluster import ClusterConfig, ClusterSection, RouterSection
 from pdactors.kv.layout import KVLayout
-from pdactors.messages import PROTOCOL_VERSION, Hello, Message, Role, Welcome, control_decoder, decode, encode
+from pdactors.messages import (
+    PROTOCOL_VERSION,
+    Fleet,
+    Heartbeat,
+    Hello,
+    Load,
+    Message,
+    Role,
+    Welcome,
+    control_decoder,
+    decode,
+    encode,
+)
 from pdactors.transport import Channel
 from pdactors.transport.inproc import InprocTransport
 from pdactors.version import VERSION
 
 WAIT_S = 10.0
+READY = Heartbeat("ready", Load(max_sequences=2))
+ROLES: dict[str, Role] = {
+    "gateway": "gateway",
+    "migrator": "migrator",
+    "s": "supervisor",
+    "p": "prefill",
+    "d": "decode",
+    "w": "worker",
+}
 JOIN_TOKEN = "open-sesame-4711"
 M = TypeVar("M", bound=Message)
 numbers = itertools.count()
@@ -98,7 +120,18 @@ MakeSpec = Callable[..., ActorSpec]
 def make_spec(control: str) -> MakeSpec:
     """Make specs of one cluster: `make_spec("prefill", "n0/prefill-0", dead_after_ms=100)`."""
 
-    def make(role: Role, name: str = "", *, incarnation: int = 1, node: str = "n0", **router: object) -> ActorSpec:
+    def make(
+        role: Role,
+        name: str = "",
+        *,
+        incarnation: int = 1,
+        node: str = "n0",
+        slot: int = -1,
+        mode: str = "disaggregated",
+        arena: int = -1,
+        num_engines: int = 1,
+        **router: object,
+    ) -> ActorSpec:
         settings = {"control": control, "heartbeat_ms": 10, "dead_after_ms": 600_000, **router}
         return ActorSpec(
             run_id="run",
@@ -106,14 +139,19 @@ def make_spec(control: str) -> MakeSpec:
             role=role,
             node=node,
             rack="r0",
-            slot=-1,
+            slot=slot,
             incarnation=incarnation,
             supervisor_pid=1,
-            config=ClusterConfig(router=msgspec.convert(settings, RouterSection)),
+            config=ClusterConfig(
+                cluster=msgspec.convert({"mode": mode}, ClusterSection),
+                router=msgspec.convert(settings, RouterSection),
+            ),
             model=ModelSpec("tiny", "/models/tiny", "ab" * 8, (2,), 100, 64),
             layout=KVLayout(2, 2, 8, 8, "float32"),
             control=control,
             join_token=JOIN_TOKEN,
+            fds=Descriptors(arena=arena),
+            num_engines=num_engines,
         )
 
     return make
@@ -121,11 +159,13 @@ def make_spec(control: str) -> MakeSpec:
 
 @pytest.fixture
 def fake_peer(make_spec: MakeSpec, control: str) -> AsyncIterator[Callable[..., FakePeer]]:
-    """Make peers of the actor that listens on the control address: `fake_peer("gateway")`."""
+    """Make peers of the actor that listens on the control address, or another: `fake_peer("gateway")`."""
     made: list[FakePeer] = []
 
-    def make(role: Role, name: str = "", *, identity: bytes | None = None, **spec: object) -> FakePeer:
-        made.append(FakePeer(make_spec(role, name, **spec), control, identity))
+    def make(
+        role: Role, name: str = "", *, identity: bytes | None = None, address: str = "", **spec: object
+    ) -> FakePeer:
+        made.append(FakePeer(make_spec(role, name, **spec), address or control, identity))
         return made[-1]
 
     yield make
@@ -160,3 +200,41 @@ def living():
 @pytest.fixture(scope="session", name="until")
 def until_fixture():
     return until
+
+
+class Cluster:
+    """A router and its peers, joined and ready. The beginning of a peer's name says what it is."""
+
+    def __init__(self, router: Router, fake_peer: Callable) -> None:
+        self.router = router
+        self._fake_peer = fake_peer
+        self.peers: dict[str, object] = {}
+
+    async def join(self, name: str, beat: Heartbeat = READY, **spec: object):
+        """Let a peer join, and wait until the fleet's news say what it said."""
+        role = next(role for start, role in ROLES.items() if name.rpartition("/")[2].startswith(start))
+        peer = self.peers[name] = self._fake_peer(role, name, **spec)
+        await peer.join()
+        peer.send(beat)
+        await self.news(name, lambda fleet: any(m.name == name and m.state == beat.state for m in fleet.members))
+        return peer
+
+    async def news(self, name: str, where: Callable[[Fleet], object]) -> Fleet:
+        return await self.peers[name].expect(Fleet, where)
+
+    def __getitem__(self, name: str):
+        return self.peers[name]
+
+
+@pytest.fixture
+def cluster_of(make_spec, fake_peer, living):
+    @asynccontextmanager
+    async def cluster_of(*names: str, **settings: object) -> AsyncIterator[Cluster]:
+        router = Router(make_spec("router", **settings), InprocTransport())
+        async with living(router):
+            cluster = Cluster(router, fake_peer)
+            for name in names:
+                await cluster.join(name)
+            yield cluster
+
+    return cluster_of

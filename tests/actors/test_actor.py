@@ -361,7 +361,7 @@ async def test_an_actor_can_be_stopped_while_it_starts(host, worker, living, unt
 
 
 def gateway_at(address: str, incarnation: int) -> Member:
-    return Member("gateway", "gateway", "n0", "r0", 1, incarnation, "ready", address)
+    return Member("gateway", "gateway", "n0", "r0", 1, incarnation, state="ready", address=address)
 
 
 async def test_an_actor_connects_to_those_whom_it_wants(host, worker, make_spec, living, until, control):
@@ -369,7 +369,8 @@ async def test_an_actor_connects_to_those_whom_it_wants(host, worker, make_spec,
     other = Host(make_spec("decode"), f"{control}-other")
     async with living(host, worker, gateway, other):
         await until(lambda: host.members)
-        members = (gateway_at(gateway.where, 1), Member("decode", "decode", "n0", "r0", 1, 1, "ready", other.where))
+        decode = Member("decode", "decode", "n0", "r0", 1, 1, state="ready", address=other.where)
+        members = (gateway_at(gateway.where, 1), decode)
         for _ in range(3):
             host.tell("p", Fleet("disaggregated", members))
         await until(lambda: "gateway" in worker._hosts)

@@ -169,7 +169,7 @@ class Rig:
         assert engine.num_unreserved >= 0
         assert all(s.num_reserved >= 0 for s in engine.running)
         assert not any(s.blocks or s.borrowed or s.num_reserved for s in engine.waiting)
-        assert self.model.written <= set(OWN), "a block of somebody else was written"
+        assert all(map(self.pool.owns, self.model.written)), "a block of somebody else was written"
 
     def is_empty(self) -> bool:
         """Whether every block is free or cached and nothing is reserved."""
@@ -197,6 +197,19 @@ class Rig:
         return blocks
 
 
+def build(arena: Arena, own: range, limits: EngineLimits) -> Rig:
+    """Return an engine that owns some blocks of an arena."""
+    pool = BlockPool()
+    pool.add_extent(own)
+    model = Scribe(arena)
+    return Rig(arena, pool, model, Engine(model, arena, pool, limits))
+
+
+@pytest.fixture
+def build_rig() -> Callable[[Arena, range, EngineLimits], Rig]:
+    return build
+
+
 @pytest.fixture
 def make_rig() -> Iterator[Callable[..., Rig]]:
     """Make engines: `make_rig(num_blocks, **limits)`."""
@@ -212,11 +225,7 @@ def make_rig() -> Iterator[Callable[..., Rig]]:
             size = len(OWN) + len(LENT)
             arena = Arena.create(LAYOUT, size, extent_blocks=8, num_slots=2, leases_per_slot=1, max_lease_blocks=8)
             stack.enter_context(arena)
-            pool = BlockPool()
-            pool.add_extent(OWN[:num_blocks])
-            model = Scribe(arena)
-            limits = EngineLimits(max_sequences, token_budget, eos_ids, prefix_key=b"key")
-            return Rig(arena, pool, model, Engine(model, arena, pool, limits))
+            return build(arena, OWN[:num_blocks], EngineLimits(max_sequences, token_budget, eos_ids, prefix_key=b"key"))
 
         yield make
 

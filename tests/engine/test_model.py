@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -185,6 +187,16 @@ def test_two_sequences_may_read_one_block(saved: Callable[[str], Path]) -> None:
     logits = model.forward(step_of([(first, 1), (second, 1)]))
     torch.testing.assert_close(logits[0], logits[1])
     assert logits.isfinite().all()
+
+
+def test_attention_time_is_that_of_the_last_step(saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(saved("llama"), "float32", threads=1)
+    bind(model, 8, 2)
+    ticks = itertools.count()
+    monkeypatch.setattr(paged, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    for _ in range(2):
+        model.forward(step_of([(Sequence(list(range(9)), [9], [1, 0]), 9)]))
+        assert model.attention_s == SIZES["num_hidden_layers"]
 
 
 def test_only_the_wanted_rows_get_logits(models: tuple[PagedModel, Any]) -> None:

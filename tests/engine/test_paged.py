@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from pdactors.engine import paged as module
 from pdactors.engine.paged import ATTENTION_NAME, PagedStep, Span, paged_attention, register
 from pdactors.errors import InvariantError, ModelError
 
@@ -115,6 +116,16 @@ def test_two_spans_may_not_write_one_slot_but_may_read_one_block() -> None:
     PagedStep(arena(), [Span(0, 1, 5, [3, 0]), Span(1, 1, 5, [3, 1])], 2)
     with pytest.raises(InvariantError, match="one slot"):
         PagedStep(arena(), [Span(0, 1, 5, [3, 0]), Span(1, 2, 6, [4, 0])], 3)
+
+
+def test_the_time_of_all_layers_is_added_up_and_each_step_begins_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([1.0, 1.5, 7.0, 7.25])
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    paged = PagedStep(arena(), [Span(0, 2, 2, [0])], 2)
+    for layer, seconds in ((0, 0.5), (1, 0.75)):
+        attend(paged, *rows(2), layer=layer)
+        assert paged.attention_s == seconds
+    assert PagedStep(arena(), [Span(0, 2, 2, [0])], 2).attention_s == 0.0
 
 
 def test_registering_twice_is_harmless_and_the_mask_is_none() -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdactors.engine.sequence import Sequence
-from pdactors.messages import Sampling
+from pdactors.messages import Lease, Sampling, Segment
 from pdactors.token_ids import TokenIds
 
 
@@ -48,8 +48,21 @@ def test_known_tokens_that_are_not_stored_are_computed_like_a_prompt():
 
 
 def test_borrowed_blocks_are_not_its_own():
-    assert make(blocks=[4, 5, 6], num_borrowed=2).own_blocks == [6]
+    assert make(blocks=[4, 5, 6, 7], borrowed={7, 5}).own_blocks == [4, 6]
     assert make(blocks=[4, 5]).own_blocks == [4, 5]
+
+
+def test_its_leases_are_those_of_its_segments_each_once():
+    one, other = Lease(0, 5), Lease(3, 5)
+    segments = [Segment("a", one, 0, (4,)), Segment("b", other, 1, (5, 6)), Segment("a", one, 3, (7,))]
+    assert make(segments=segments).leases == {one, other}
+    assert make().leases == set()
+
+
+def test_two_sequences_share_none_of_what_they_hold():
+    one, other = make(), make()
+    for name in ("tokens", "blocks", "borrowed", "lent", "kept", "segments", "digests"):
+        assert getattr(one, name) is not getattr(other, name)
 
 
 def test_it_is_named_by_request_and_attempt():

@@ -196,7 +196,7 @@ async def test_a_second_decode_engine_adds_at_most_half_of_the_weights(
         busy = [a["name"] for a in status["actors"] if a["role"] == "decode" and a["step_ms"]["p50"] > 0]
         assert len(busy) == count, f"not every decode engine decoded: {busy}"
 
-    keys = {"model.path": real_model, "model.dtype": "bfloat16", "kv.memory": "64MiB"}
+    keys = {"model.path": real_model, "model.dtype": "bfloat16", "kv.memory": "64MiB", "model.max_model_len": 512}
     with start(**keys) as cluster:
         async with AsyncClient(cluster.zmq) as client:
             await ask(client, 1)

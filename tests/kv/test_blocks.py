@@ -132,6 +132,18 @@ def test_a_duplicate_block_stays_uncached_and_its_winner_young() -> None:
     pool.check()
 
 
+def test_a_cached_block_is_found_without_a_reference() -> None:
+    pool = make()
+    first, second = fill(pool, "ab")
+    assert [pool.cached(digest) for digest in (b"a", b"ab", b"x")] == [first, second, None]
+    assert not pool.is_idle(first)
+    pool.free([first, second])
+    assert pool.cached(b"ab") == second
+    assert pool.is_idle(second)
+    assert pool.account() == Blocks(total=6, free=4, cached=2)
+    assert not pool.is_idle(pool.allocate(1)[0])
+
+
 def test_a_child_in_use_loses_its_digest_with_its_parent() -> None:
     pool = make(3)
     pool.free(fill(pool, "a"))

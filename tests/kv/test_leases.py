@@ -11,7 +11,7 @@ from pdactors.kv.arena import Arena
 from pdactors.kv.layout import KVLayout
 from pdactors.kv.lease_table import GRACE_S, MARGIN_S, LeaseTable, record_dtype
 from pdactors.kv.leases import Ended, Holder, LeaseLost, Lessor, LiveLease
-from pdactors.messages import (Lease)
+from pdactors.messages import Lease
 
 BLOCKS = (7, 3, 9)
 

@@ -125,10 +125,28 @@ def test_a_block_holds_one_digest() -> None:
         cache.insert(b"b", 1, None)
 
 
-def test_a_block_without_a_cached_parent_is_not_indexed() -> None:
+def test_a_block_without_a_cached_parent_is_a_root() -> None:
     cache = PrefixCache()
-    assert not cache.insert(b"b", 2, b"a")
-    assert 2 not in cache
+    assert cache.insert(b"b", 2, b"a")
+    assert cache.insert(b"c", 3, b"b")
+    cache.check()
+    assert cache.lookup(digests("bc")) == [2, 3]
+    assert cache.lookup(digests("abc")) == []
+    assert cache.drain_events() == Changes([b"b", b"c"], [])
+    cache.settle([2, 3])
+    assert evict_all(cache) == [[3], [2]]
+
+
+def test_a_parent_that_comes_later_does_not_take_the_root_along() -> None:
+    cache = PrefixCache()
+    cache.insert(b"b", 2, b"a")
+    cache.insert(b"a", 1, None)
+    cache.check()
+    assert cache.lookup(digests("ab")) == [1, 2]
+    cache.settle([1, 2])
+    assert cache.forget(1) == [1]
+    assert 2 in cache
+    cache.check()
 
 
 def test_leaves_are_evicted_before_their_parents() -> None:

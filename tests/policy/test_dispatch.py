@@ -21,6 +21,7 @@ from pdactors.messages import (
     Rejected,
     Release,
     Sampling,
+    Segment,
 )
 from pdactors.policy.dispatch import MAX_ATTEMPTS, Dispatcher, Limits, Order
 from pdactors.policy.requests import Stage
@@ -32,7 +33,7 @@ SAMPLING = Sampling(max_tokens=8, seed=3)
 
 def member(name, node="n0", state="ready", incarnation=1):
     role = "prefill" if name.startswith("p") else "decode"
-    return Member(name, role, node, "r0", 100, incarnation, state)
+    return Member(name, role, node, "r0", 100, incarnation, state=state)
 
 
 def load(room=4, max_blocks=0):
@@ -40,19 +41,24 @@ def load(room=4, max_blocks=0):
 
 
 def make(*engines, room=4, **limits):
-    settings = {"block_tokens": 4, "max_model_len": 64, "max_queue": 3, "request_timeout_s": 100.0, **limits}
-    dispatcher = Dispatcher(Limits(**settings))
+    settings = {"block_tokens": 4, "max_model_len": 64, "max_queue": 3, "request_timeout_s": 100.0}
+    dispatcher = Dispatcher(Limits(**{**settings, "prefix_key": b"key", **limits}))
     for name in engines:
         assert dispatcher.joined(member(name), load(room), 0.0) == []
     return dispatcher
 
 
+def prompt(name="r", num_tokens=5):
+    """Return a prompt that has nothing in common with others'."""
+    return TokenIds.of([int.from_bytes(name.encode()[-2:]), *range(1, num_tokens)])
+
+
 def ask(name="r", num_tokens=5, **fields):
-    return Generate(name, TokenIds.of(range(num_tokens)), SAMPLING, **fields)
+    return Generate(name, prompt(name, num_tokens), SAMPLING, **fields)
 
 
 def prefilled(name="r", attempt=1):
-    handle = KVHandle("n0", "p", "layout", (1, 2), 5, Lease(0, 1))
+    handle = KVHandle("n0", "p", "layout", (Segment("p", Lease(0, 1), 0, (1, 2)),), 5)
     return Prefilled(name, attempt, 42, handle, 1.0)
 
 
@@ -85,7 +91,7 @@ def releases(stage, without="", attempt=1):
 def test_a_request_goes_to_prefill_when_it_comes():
     dispatcher = make("p", "d")
     orders = dispatcher.generate(GATEWAY, ask(priority="batch", save_final_kv=False), 0.0)
-    assert orders == [Order("p", Prefill("r", 1, TokenIds.of(range(5)), SAMPLING, "batch", False))]
+    assert orders == [Order("p", Prefill("r", 1, prompt(), SAMPLING, "batch", False))]
     assert dispatcher.requests["r"].stage == "prefilling"
 
 
@@ -93,7 +99,7 @@ def test_a_prefilled_request_goes_to_decode_with_its_handle():
     dispatcher = to_stage("prefilling")
     done = prefilled()
     assert dispatcher.prefilled("p", done, 1.0) == [
-        Order("d", Decode("r", 1, TokenIds.of(range(5)), 42, SAMPLING, done.handle, 1.0))
+        Order("d", Decode("r", 1, prompt(), 42, SAMPLING, done.handle, 1.0))
     ]
     assert dispatcher.requests["r"].stage == "adopting"
 
@@ -102,14 +108,14 @@ def test_adoption_and_end():
     dispatcher = to_stage("adopting")
     assert dispatcher.adopted("d", Adopted("r", 1)) == []
     assert dispatcher.requests["r"].stage == "decoding"
-    assert dispatcher.finished("d", Finished("r", 1, 8), 2.0) == [Order("p", Release("r", 1))]
+    assert dispatcher.finished("d", Finished("r", 1, 8), 2.0) == releases("decoding")  # d too: it may lend something
     assert not dispatcher.requests
     assert not dispatcher.dropped
 
 
 def test_a_request_can_end_at_its_prefill():
     dispatcher = to_stage("prefilling")
-    assert dispatcher.finished("p", Finished("r", 1, 1), 2.0) == []
+    assert dispatcher.finished("p", Finished("r", 1, 1), 2.0) == releases("prefilling")
     assert not dispatcher.requests
 
 
@@ -130,7 +136,7 @@ def test_a_prefilled_request_waits_for_decode_and_goes_when_there_is_room():
     assert dispatcher.requests["b"].stage == "waiting"
     dispatcher.adopted("d", Adopted("a", 1))
     orders = dispatcher.finished("d", Finished("a", 1, 3), 1.0)
-    assert [(order.to, type(order.message)) for order in orders] == [("p", Release), ("d", Decode)]
+    assert [(order.to, type(order.message)) for order in orders] == [("d", Release), ("p", Release), ("d", Decode)]
 
 
 def test_all_that_wait_go_when_there_is_room_for_all():
@@ -196,20 +202,14 @@ def test_a_prompt_without_room_for_an_answer_is_too_long():
     assert dispatcher.generate(GATEWAY, ask(num_tokens=63), 0.0)[0].to == "p"
 
 
-def test_a_prompt_that_no_memory_holds_is_too_long():
-    dispatcher = make("p", "d")
-    dispatcher.joined(member("p"), load(max_blocks=5), 0.0)
-    assert dispatcher.generate(GATEWAY, ask("a", 21), 0.0)[0].message.code == "prompt_too_long"
-    assert dispatcher.generate(GATEWAY, ask("b", 20), 0.0)[0].to == "p"
-
-
-def test_an_answer_that_no_memory_holds_is_a_bad_request_that_names_the_field():
-    dispatcher = make("p", "d")
+def test_what_the_memory_of_no_engine_holds_is_refused():
+    dispatcher = make("p", "d", "d1")
+    dispatcher.joined(member("p"), load(max_blocks=2), 0.0)  # does not carry it to its end
     dispatcher.joined(member("d"), load(max_blocks=2), 0.0)
-    (order,) = dispatcher.generate(GATEWAY, ask("a", 5), 0.0)  # 1 copied, 8 generated
-    assert order.message.code == "bad_request"
-    assert order.message.message.startswith("max_tokens: ")
-    assert dispatcher.generate(GATEWAY, ask("b", 4), 0.0)[0].to == "p"
+    dispatcher.joined(member("d1"), load(max_blocks=3), 0.0)
+    assert dispatcher.generate(GATEWAY, ask("a", 12), 0.0)[0].message.code == "prompt_too_long"
+    assert dispatcher.generate(GATEWAY, ask("b", 6), 0.0)[0].message.code == "bad_request"
+    assert dispatcher.generate(GATEWAY, ask("c", 5), 0.0)[0].to == "p"
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_back():
@@ -303,12 +303,23 @@ def test_a_lost_prefill_costs_an_attempt_not_the_request(stage):
 
 
 @pytest.mark.parametrize("stage", ["prefilling", "waiting"])
-def test_a_lost_prefill_that_was_the_only_one_ends_its_requests_at_once(stage):
+def test_the_requests_of_a_lost_prefill_that_was_the_only_one_wait_for_its_successor(stage):
     dispatcher = to_stage(stage)
-    (order,) = dispatcher.lost("p", 1.0)
-    assert (order.to, order.message.code) == (GATEWAY, "worker_lost")
-    assert not dispatcher.requests
+    assert dispatcher.lost("p", 1.0) == []
+    request = dispatcher.requests["r"]
+    assert (request.stage, request.attempt, request.prefilled, request.holders) == ("queued", 2, None, set())
     dispatcher.check()
+    (order,) = dispatcher.joined(member("p", incarnation=2), load(), 1.5)
+    assert (order.to, type(order.message), order.message.attempt) == ("p", Prefill, 2)
+    dispatcher.check()
+
+
+def test_a_request_whose_lost_prefill_has_no_successor_ends_by_its_deadline():
+    dispatcher = to_stage("prefilling")
+    dispatcher.lost("p", 1.0)
+    (order,) = dispatcher.tick(100.5)
+    assert (order.to, order.message.code) == (GATEWAY, "timeout")
+    assert order.message.message == "queued when its time ran out after 100.5 s"
 
 
 def test_a_request_whose_prefill_was_lost_is_queued_before_the_younger():
@@ -336,7 +347,7 @@ def test_a_lost_decode_ends_its_requests(stage):
     dispatcher = to_stage(stage)
     rejected, *rest = dispatcher.lost("d", 1.0)
     assert (rejected.to, rejected.message.code) == (GATEWAY, "worker_lost")
-    assert rest == [Order("p", Release("r", 1))]
+    assert rest == releases(stage, without="d")
 
 
 @pytest.mark.parametrize("stage", ["adopting", "decoding"])
@@ -346,7 +357,7 @@ def test_a_prefill_lost_after_the_hand_over_changes_nothing(stage):
     assert dispatcher.requests["r"].stage == stage
     if stage == "adopting":
         dispatcher.adopted("d", Adopted("r", 1))
-    assert dispatcher.finished("d", Finished("r", 1, 8), 2.0) == []
+    assert dispatcher.finished("d", Finished("r", 1, 8), 2.0) == releases(stage, without="p")
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -420,19 +431,22 @@ def test_a_cancel_of_the_unknown_is_counted():
 # ---- The table --------
 
 
-@pytest.mark.parametrize("stage", ["queued", *STAGES])
+@pytest.mark.parametrize("stage", ["queued", "pinning", *STAGES])
 def test_only_the_drawn_arrows_can_be_taken(stage):
     arrows = {
-        "queued": {"prefilling"},
+        "queued": {"pinning", "prefilling"},
+        "pinning": {"prefilling", "queued"},
         "prefilling": {"waiting", "queued"},
         "waiting": {"adopting", "queued"},
         "adopting": {"decoding"},
         "decoding": set(),
     }
     for other in Stage:
-        dispatcher = to_stage(stage) if stage != "queued" else make()
+        dispatcher = to_stage(stage) if stage in STAGES else make()
         dispatcher.generate(GATEWAY, ask(), 0.0)
         request = dispatcher.requests["r"]
+        if stage == "pinning":
+            dispatcher.requests.move(request, Stage.PINNING, "p")
         if other.value in arrows[stage]:
             dispatcher.requests.move(request, other, "x")
             assert request.stage == other
@@ -446,7 +460,10 @@ def test_only_the_drawn_arrows_can_be_taken(stage):
     [
         ({"prefilled": None}, "with the hand-over"),
         ({"decode": ""}, "at no engine"),
-        ({"decode": "elsewhere"}, "assigned"),
+        ({"decode": "elsewhere"}, "elsewhere, which is not among its holders"),
+        ({"decode": "elsewhere", "holders": {"elsewhere"}}, "assigned"),
+        ({"pins": {0: "d"}}, "decoding and waits for"),
+        ({"stage": Stage.PINNING, "prefilled": None}, "pinning and waits for"),
         ({"stage": Stage.WAITING}, "waiting"),
         ({"stage": Stage.QUEUED, "prefilled": None, "prefill": ""}, "queued"),
     ],

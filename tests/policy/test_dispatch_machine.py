@@ -6,11 +6,15 @@ from collections import Counter
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, precondition, rule
 
+from pdactors.kv.prefix import chain
 from pdactors.messages import (
     Adopted,
+    Blocks,
+    CacheChanged,
     Cancel,
+    CopyOut,
     Decode,
     Failed,
     Finished,
@@ -19,24 +23,39 @@ from pdactors.messages import (
     Lease,
     Load,
     Member,
+    Pin,
+    Pinned,
     Prefill,
     Prefilled,
     Rejected,
     Release,
     Sampling,
+    Segment,
 )
-from pdactors.policy.dispatch import MAX_ATTEMPTS, Dispatcher, Limits
+from pdactors.policy.dispatch import MAX_ATTEMPTS, PIN_TIMEOUT_S, Dispatcher, Limits
 from pdactors.token_ids import TokenIds
 
-ENGINES = {"p0": ("prefill", "n0"), "p1": ("prefill", "n1"), "d0": ("decode", "n0"), "d1": ("decode", "n1")}
+ENGINES = {
+    "p0": ("prefill", "n0"),
+    "p1": ("prefill", "n1"),
+    "d0": ("decode", "n0"),
+    "d1": ("decode", "n1"),
+    "d2": ("decode", "n0"),
+    "w0": ("worker", "n0"),
+    "w1": ("worker", "n0"),
+}
+FIRST = {"prefill", "worker"}
 GATEWAYS = ["gateway", "gateway-2"]
 ROOM = 2
 TIMEOUT_S = 50.0
+BLOCK, KEY = 4, b"key"
+FAMILIES = {family: chain([family] * 31, BLOCK, KEY) for family in (7, 8)}  # prompts with a common beginning
 Job = tuple[str, str, int]  # engine, request, attempt
 
 some_engine = st.sampled_from(sorted(ENGINES))
 some_sender = st.sampled_from([*sorted(ENGINES), "nobody"])
 some_attempt = st.integers(0, MAX_ATTEMPTS + 1)
+seldom = st.sampled_from([False, False, False, True])  # so that most requests live through more than their beginning
 
 
 class DispatcherMachine(RuleBasedStateMachine):
@@ -48,9 +67,11 @@ class DispatcherMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["locality", "least_loaded", "round_robin"]),
         can_migrate=st.booleans(),
         max_queue=st.integers(1, 6),
+        fleet=st.one_of(st.sets(some_engine), st.sampled_from([{"p0", "p1", "d0", "d1", "d2"}, {"w0", "w1"}])),
+        cached=st.dictionaries(some_engine, st.integers(1, 7)),
     )
-    def begin(self, policy, can_migrate, max_queue):
-        self.dispatcher = Dispatcher(Limits(4, 32, max_queue, TIMEOUT_S, policy, 2, can_migrate))
+    def begin(self, policy, can_migrate, max_queue, fleet, cached):
+        self.dispatcher = Dispatcher(Limits(BLOCK, 32, max_queue, TIMEOUT_S, KEY, policy, 2, can_migrate))
         self.can_migrate = can_migrate
         self.now = 0.0
         self.incarnation = 0
@@ -59,44 +80,100 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.ends: Counter[str] = Counter()
         self.holding: dict[str, set[Job]] = {}  # live requests -> jobs that living engines hold for them
         self.running: set[Job] = set()  # jobs that can still answer, as their engines see them
+        self.pins: list[tuple[str, Pin]] = []  # asked and not answered, by living owners
+        self.lending: set[Job] = set()  # what living owners keep for a request
+        self.lent: dict[tuple[str, int], list[Segment]] = {}  # (request, attempt) -> what was answered in time
+        self.starving: str = ""  # the engine whose heartbeat said that it lacks what it lends
+        self.copied: set[str] = set()
+        for name in sorted(fleet):
+            self.heartbeat(name, "ready", 0, 0, 50)
+        for name, count in cached.items():
+            self.dispatcher.cache_changed(name, CacheChanged(tuple(FAMILIES[7][:count])))
 
     # ---- The fleet --------
 
-    @rule(name=some_engine, state=st.sampled_from(["ready", "ready", "starting", "draining"]))
-    def heartbeat(self, name, state):
+    @rule(
+        name=some_engine,
+        state=st.sampled_from(["ready", "ready", "ready", "starting", "draining"]),
+        lacking=st.sampled_from([0, 3]),
+        leased=st.sampled_from([0, 5]),
+        free=st.sampled_from([0, 50]),
+    )
+    def heartbeat(self, name, state, lacking, leased, free):
         self.incarnation += name not in self.live
         self.live.add(name)
         role, node = ENGINES[name]
-        member = Member(name, role, node, "r0", 1, self.incarnation, state)
-        self.obey(self.dispatcher.joined(member, Load(max_sequences=ROOM), self.now))
+        member = Member(name, role, node, "r0", 1, self.incarnation, state=state)
+        load = Load(max_sequences=ROOM, blocks=Blocks(free=free, leased_out=leased), blocks_lacking=lacking)
+        self.starving = name if lacking and leased else ""
+        self.obey(self.dispatcher.joined(member, load, self.now))
+        self.starving = ""
+
+    @precondition(lambda self: any(r.stage == "decoding" for r in self.dispatcher.requests.values()))
+    @rule(data=st.data())
+    def starve(self, data):
+        """A prefill lacks what it lends."""
+        lenders = {r.prefill for r in self.dispatcher.requests.values() if r.stage == "decoding"} & self.live
+        if lenders:
+            name = data.draw(st.sampled_from(sorted(lenders)))
+            self.heartbeat(name, self.dispatcher.engines[name].member.state, 3, 5, 50)
+
+    @rule(name=some_engine, family=st.sampled_from(sorted(FAMILIES)), data=st.data())
+    def cache_changes(self, name, family, data):
+        digests = FAMILIES[family]
+        added, evicted = (digests[: data.draw(st.integers(0, 7))], digests[data.draw(st.integers(1, 7)) :])
+        self.dispatcher.cache_changed(name, CacheChanged(tuple(added), tuple(evicted)))
+        if name not in self.live:
+            assert not self.dispatcher.index.num_known(digests, {name})
 
     @rule(name=some_engine)
-    def lose(self, name):
+    def retire(self, name):
+        """A drained engine is ended when no request needs it: none of them notices."""
+        engine = self.dispatcher.engines.get(name)
+        if engine is None or engine.member.state != "draining" or not self.dispatcher.is_idle(name):
+            return
+        assert not [job for jobs in self.holding.values() for job in jobs if job[0] == name]
+        assert not [job for job in self.lending if job[0] == name]
+        before = {name: (r.stage, r.attempt) for name, r in self.dispatcher.requests.items()}
+        self.lose(name)
+        assert {name: (r.stage, r.attempt) for name, r in self.dispatcher.requests.items()} == before
+
+    @rule(name=some_engine, happens=seldom)
+    def lose(self, name, happens=True):
+        if not happens:
+            return
         self.live.discard(name)
         self.running = {job for job in self.running if job[0] != name}
+        self.lending = {job for job in self.lending if job[0] != name}
+        self.pins = [(owner, pin) for owner, pin in self.pins if owner != name]
         for jobs in self.holding.values():
             jobs -= {job for job in jobs if job[0] == name}
         before = dict(self.holding)
         self.obey(self.dispatcher.lost(name, self.now))
         assert not self.dispatcher.requests.assigned.get(name)
         assert all(name not in request.holders for request in self.dispatcher.requests.values())
+        assert all(name not in request.pins.values() for request in self.dispatcher.requests.values())
         assert set(self.holding) <= set(before)
+        assert not any(self.dispatcher.index.num_known(digests, {name}) for digests in FAMILIES.values())
 
-    @rule(gateway=st.sampled_from(GATEWAYS))
-    def lose_gateway(self, gateway):
+    @rule(gateway=st.sampled_from(GATEWAYS), happens=seldom)
+    def lose_gateway(self, gateway, happens):
+        if not happens:
+            return
         gone = {name for name, request in self.dispatcher.requests.items() if request.gateway == gateway}
         orders = self.dispatcher.lost(gateway, self.now)
         assert not any(order.to == gateway for order in orders)
         self.ends.update(gone)
         self.obey(orders)
 
-    @rule(seconds=st.sampled_from([0.1, 5.0, 30.0]))
+    @rule(seconds=st.sampled_from([0.1, 0.1, 0.6, 5.0, 30.0]))
     def tick(self, seconds):
         self.now += seconds
         self.obey(self.dispatcher.tick(self.now))
         for request in self.dispatcher.requests.values():
             assert self.now <= request.arrived_s + TIMEOUT_S
             assert request.ask.deadline_s is None or self.now <= request.ask.deadline_s
+            assert request.stage != "pinning" or self.now <= request.pinned_s + PIN_TIMEOUT_S
 
     # ---- The gateway --------
 
@@ -104,17 +181,20 @@ class DispatcherMachine(RuleBasedStateMachine):
         target=names,
         gateway=st.sampled_from(GATEWAYS),
         num_tokens=st.integers(1, 33),
+        family=st.sampled_from(sorted(FAMILIES)),
         priority=st.sampled_from(["interactive", "batch"]),
-        deadline=st.sampled_from([None, 1.0, 20.0]),
+        deadline=st.sampled_from([None, None, 1.0, 20.0]),
+        count=st.integers(1, 4),
     )
-    def generate(self, gateway, num_tokens, priority, deadline):
-        name = f"r{len(self.asked)}"
-        self.asked[name] = gateway
-        self.holding[name] = set()
-        deadline_s = None if deadline is None else self.now + deadline
-        ask = Generate(name, TokenIds.of([7] * num_tokens), Sampling(), priority, deadline_s)
-        self.obey(self.dispatcher.generate(gateway, ask, self.now))
-        return name
+    def generate(self, gateway, num_tokens, family, priority, deadline, count):
+        made = [f"r{len(self.asked) + i}" for i in range(count)]
+        for name in made:
+            self.asked[name] = gateway
+            self.holding[name] = set()
+            deadline_s = None if deadline is None else self.now + deadline
+            ask = Generate(name, TokenIds.of([family] * num_tokens), Sampling(), priority, deadline_s)
+            self.obey(self.dispatcher.generate(gateway, ask, self.now))
+        return multiple(*made)
 
     @rule(name=names)
     def generate_again(self, name):
@@ -122,8 +202,10 @@ class DispatcherMachine(RuleBasedStateMachine):
             again = Generate(name, TokenIds.of([7]), Sampling())
             self.dropping(lambda: self.dispatcher.generate(self.asked[name], again, self.now))
 
-    @rule(name=names)
-    def cancel(self, name):
+    @rule(name=names, happens=seldom)
+    def cancel(self, name, happens):
+        if not happens:
+            return
         if name not in self.dispatcher.requests:
             self.dropping(lambda: self.dispatcher.cancel(Cancel(name), self.now))
             return
@@ -133,10 +215,9 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     # ---- Engines that do as they were told --------
 
+    @precondition(lambda self: self.running)
     @rule(data=st.data(), num_tokens=st.integers(1, 5), how=st.sampled_from(["go on", "go on", "finish", "fail"]))
     def work(self, data, num_tokens, how):
-        if not self.running:
-            return
         job = data.draw(st.sampled_from(sorted(self.running)))
         engine, name, attempt = job
         request = self.dispatcher.requests.get(name)
@@ -155,8 +236,17 @@ class DispatcherMachine(RuleBasedStateMachine):
             self.obey(self.dispatcher.failed(engine, Failed(name, attempt, "model", "broken"), self.now))
         assert not is_current or name not in self.dispatcher.requests
 
+    @precondition(lambda self: self.running)
+    @rule()
+    def all_work(self):
+        for job in sorted(self.running):
+            request = self.dispatcher.requests.get(job[1])
+            self.go_on(job, request is not None and request.attempt == job[2] and request.engine == job[0])
+
     def go_on(self, job: Job, is_current: bool) -> None:
         engine, name, attempt = job
+        if ENGINES[engine][0] == "worker":
+            return  # it says nothing before the end
         if ENGINES[engine][0] == "prefill":
             self.running.discard(job)
             self.obey(self.dispatcher.prefilled(engine, self.hand_over(engine, name, attempt), self.now))
@@ -166,36 +256,60 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.obey(self.dispatcher.adopted(engine, Adopted(name, attempt)))
         assert not was_adopting or request.stage == "decoding"
 
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data(), again=seldom)
+    def answer(self, data, again):
+        """An owner's answer arrives: all that it was asked for, less, or nothing; in time, late, or twice."""
+        owner, pin = data.draw(st.sampled_from(self.pins))
+        if not again:
+            self.pins.remove((owner, pin))
+        count = data.draw(st.integers(0, len(pin.digests)))
+        segment = Segment(owner, Lease(pin.start, 1), pin.start, tuple(range(count))) if count else None
+        message = Pinned(pin.request, pin.attempt, pin.start, segment)
+        request = self.dispatcher.requests.get(pin.request)
+        is_current = request is not None and request.attempt == pin.attempt and request.stage == "pinning"
+        if not is_current or request.pins.get(pin.start) != owner:
+            self.dropping(lambda: self.dispatcher.pinned(owner, message), owner)
+            return
+        if segment is not None:
+            self.lent.setdefault((pin.request, pin.attempt), []).append(segment)
+        self.obey(self.dispatcher.pinned(owner, message))
+        assert (request.stage == "pinning") == bool(request.pins)
+
     # ---- Whatever else arrives --------
 
     @rule(
         name=names,
         sender=some_sender,
         attempt=some_attempt,
-        kind=st.sampled_from(["prefilled", "adopted", "finished", "failed"]),
+        kind=st.sampled_from(["prefilled", "adopted", "finished", "failed", "pinned"]),
+        start=st.integers(0, 7),
     )
-    def stray(self, name, sender, attempt, kind):
+    def stray(self, name, sender, attempt, kind, start):
         """Something that no engine has a reason to say now."""
         request = self.dispatcher.requests.get(name)
         if sender in ENGINES and sender not in self.live:
             return  # the router takes nothing from the dismissed
-        if request is not None and request.attempt == attempt and request.engine == sender:
+        is_current = request is not None and request.attempt == attempt
+        if is_current and (request.engine == sender or request.pins.get(start) == sender):
             return  # not a stray
         message = {
+            "pinned": Pinned(name, attempt, start, Segment(sender, Lease(0, 9), start, (1,))),
             "prefilled": self.hand_over(sender, name, attempt),
             "adopted": Adopted(name, attempt),
             "finished": Finished(name, attempt, 1),
             "failed": Failed(name, attempt, "internal", "late"),
         }[kind]
-        if kind == "adopted":
-            self.dropping(lambda: self.dispatcher.adopted(sender, message))
+        if kind in ("adopted", "pinned"):
+            self.dropping(lambda: getattr(self.dispatcher, kind)(sender, message), sender)
             return
         self.dropping(lambda: getattr(self.dispatcher, kind)(sender, message, self.now), sender)
 
     # ---- Orders --------
 
     def hand_over(self, engine: str, name: str, attempt: int) -> Prefilled:
-        return Prefilled(name, attempt, 9, KVHandle("n0", engine, "layout", (1,), 1, Lease(0, attempt)), self.now)
+        handle = KVHandle("n0", engine, "layout", (Segment(engine, Lease(0, attempt), 0, (1,)),), 1)
+        return Prefilled(name, attempt, 9, handle, self.now)
 
     def dropping(self, stimulus, sender: str = "") -> None:
         """Hold that a stimulus is counted, changes nothing, and gets a Release at most."""
@@ -219,6 +333,10 @@ class DispatcherMachine(RuleBasedStateMachine):
             job = (to, message.request, message.attempt)
             if isinstance(message, Prefill | Decode):
                 self.start(to, message, job)
+            elif isinstance(message, Pin):
+                self.ask_to_lend(to, message, job)
+            elif isinstance(message, CopyOut):
+                self.copy_out(to, message)
             else:
                 assert isinstance(message, Release)
                 self.release(job)
@@ -227,8 +345,12 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     def start(self, to: str, message: Prefill | Decode, job: Job) -> None:
         role, node = ENGINES[to]
-        assert role == ("prefill" if isinstance(message, Prefill) else "decode")
-        assert self.dispatcher.engines[to].member.state == "ready"
+        assert role in (FIRST if isinstance(message, Prefill) else {"decode"})
+        key = (message.request, message.attempt)
+        if isinstance(message, Prefill):
+            assert list(message.prefix) == sorted(self.lent.get(key, []), key=lambda segment: segment.start)
+        if isinstance(message, Decode) or key not in self.lent:
+            assert self.dispatcher.engines[to].member.state == "ready"
         assert not self.ends[message.request], "an ended request goes on"
         assert message.attempt <= MAX_ATTEMPTS
         if isinstance(message, Decode) and not self.can_migrate:
@@ -237,11 +359,33 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.running.add(job)
         self.holding[message.request].add(job)
 
+    def ask_to_lend(self, owner: str, pin: Pin, job: Job) -> None:
+        request = self.dispatcher.requests[pin.request]
+        assert (request.stage, request.attempt) == ("pinning", pin.attempt)
+        assert owner != request.engine
+        assert ENGINES[owner][1] == ENGINES[request.engine][1]
+        assert self.dispatcher.engines[owner].member.state in ("ready", "draining")
+        assert pin.digests == request.digests[pin.start : pin.start + len(pin.digests)]
+        assert self.dispatcher.index.num_known(pin.digests, {owner}) == len(pin.digests) > 0
+        self.lent[pin.request, pin.attempt] = []
+        self.pins.append((owner, pin))
+        self.lending.add(job)
+        self.holding[pin.request].add(job)
+
+    def copy_out(self, to: str, message: CopyOut) -> None:
+        request = self.dispatcher.requests[message.request]
+        assert (request.stage, request.attempt, request.decode) == ("decoding", message.attempt, to)
+        assert request.prefill == self.starving
+        assert self.dispatcher.engines[to].load.blocks.free
+        assert message.request not in self.copied
+        self.copied.add(message.request)
+
     def release(self, job: Job) -> None:
         request = self.dispatcher.requests.get(job[1])
         is_live = request is not None and request.attempt == job[2] and job[0] in request.holders
         assert not is_live, f"{job} is released while it is needed"
         self.running.discard(job)
+        self.lending.discard(job)
         for jobs in self.holding.values():
             jobs.discard(job)
 
@@ -271,17 +415,30 @@ class DispatcherMachine(RuleBasedStateMachine):
             assert held <= request.holders <= self.live
 
     @invariant()
+    def nobody_lends_for_what_is_over(self):
+        for owner, name, attempt in self.lending:
+            request = self.dispatcher.requests.get(name)
+            assert request is not None, f"{owner} lends for {name}, which ended"
+            assert request.attempt == attempt
+            assert owner in request.holders
+
+    @invariant()
+    def whoever_holds_something_is_not_idle(self):
+        for jobs in self.holding.values():
+            assert not any(self.dispatcher.is_idle(engine) for engine, _, _ in jobs)
+
+    @invariant()
     def nobody_waits_beside_free_room(self):
         """An order is given as soon as it can be."""
         counts = Counter(request.engine for request in self.dispatcher.requests.values())
         ready = {name: e for name, e in self.dispatcher.engines.items() if e.member.state == "ready"}
         free = [name for name in ready if counts[name] < ROOM]
         if self.dispatcher.requests.queued:
-            assert not [name for name in free if ENGINES[name][0] == "prefill"]
+            assert not [name for name in free if ENGINES[name][0] in FIRST]
         for source in self.dispatcher.requests.waiting:
             near = [n for n in free if self.can_migrate or ENGINES[n][1] == ENGINES[source][1]]
             assert not [name for name in near if ENGINES[name][0] == "decode"]
 
 
-DispatcherMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+DispatcherMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
 TestDispatcher = DispatcherMachine.TestCase

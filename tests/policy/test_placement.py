@@ -10,8 +10,8 @@ NEIGHBOUR = Place("n1", "r0")
 FAR = Place("n2", "r1")
 
 
-def engine(name, place=HERE, num=0, most=4, tokens=0):
-    return EngineView(name, place, num, most, tokens)
+def engine(name, place=HERE, num=0, most=4, tokens=0, owned=0):
+    return EngineView(name, place, num, most, tokens, owned)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,14 @@ def test_prefill_goes_where_fewest_tokens_come_first():
 def test_cached_tokens_count_as_computed():
     engines = [engine("a", tokens=100), engine("b", tokens=20)]
     assert choose_prefill(engines, 200, cached={"a": 192}) == "a"
-    assert choose_prefill(engines, 200, cached={"a": 64}) == "b"
+    assert choose_prefill(engines, 200, cached={"a": 64, "b": 64}) == "b"
+
+
+def test_computing_again_what_another_engine_has_counts_twice():
+    """It is only worth while when the other is far behind."""
+    for behind, target in [(199, "a"), (200, "a"), (201, "b")]:
+        engines = [engine("a", tokens=behind), engine("b", tokens=0)]
+        assert choose_prefill(engines, 104, cached={"a": 100}) == target
 
 
 def test_a_tie_goes_to_the_engine_nearest_to_a_decode_with_room():
@@ -50,6 +57,14 @@ def test_a_tie_goes_to_the_engine_nearest_to_a_decode_with_room():
     assert choose_prefill(engines, 5, decodes=[engine("d", NEIGHBOUR)]) == "b"
     full = engine("d", HERE, num=4)
     assert choose_prefill(engines, 5, decodes=[full, engine("e", FAR)]) == "a"
+
+
+def test_a_tie_goes_to_the_engine_that_has_most_of_the_prompt_itself():
+    cached = {"a": 64, "b": 64}
+    assert choose_prefill([engine("a", owned=1), engine("b", num=3, owned=2)], 80, cached=cached) == "b"
+    assert choose_prefill([engine("a"), engine("b", tokens=1, owned=2)], 80, cached=cached) == "a"
+    near = engine("a", NEIGHBOUR)
+    assert choose_prefill([near, engine("b", FAR, owned=2)], 80, cached=cached, decodes=[engine("d", NEIGHBOUR)]) == "a"
 
 
 def test_a_tie_in_distance_goes_to_the_one_with_fewer_requests_and_then_by_name():
@@ -74,6 +89,13 @@ def test_locality_takes_the_nearest_even_when_it_has_more_to_do():
 def test_locality_takes_the_least_loaded_of_the_nearest():
     engines = [engine("a", num=2), engine("b", num=1), engine("c", num=2)]
     assert schedule_decode(HERE, engines) == DecodeDecision("b", need_migration=False, distance=0)
+
+
+def test_locality_takes_the_nearest_that_has_most_of_the_sequence_itself():
+    engines = [engine("a", num=0), engine("b", num=3, owned=2), engine("c", num=1, owned=1)]
+    assert schedule_decode(HERE, engines) == DecodeDecision("b", need_migration=False, distance=0)
+    assert schedule_decode(HERE, [*engines, engine("far", FAR, owned=9)]).target == "b"
+    assert schedule_decode(HERE, engines, policy="least_loaded").target == "a"
 
 
 def test_locality_moves_on_when_the_nearest_is_full():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -92,6 +92,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert {(owner, d) for owner, digests in self.index._digests.items() for d in digests} == self.facts
 
 
+IndexMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestPrefixIndex = IndexMachine.TestCase
 
 # ---- By example --------

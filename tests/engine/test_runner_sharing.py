@@ -1,0 +1,386 @@
+"""Tables of blocks that several sequences and several engines share."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdactors.kv.prefix import chain
+
+BLOCK = 4
+OWN, LENT = range(32), range(32, 48)
+
+
+@pytest.fixture
+def copies(monkeypatch, rig):
+    """Take note of what is copied: source, target and number of tokens."""
+    noted, copy_block = [], rig.arena.copy_block
+
+    def noting(src, dst, num_tokens):
+        noted.append((src, dst, num_tokens))
+        copy_block(src, dst, num_tokens)
+
+    monkeypatch.setattr(rig.arena, "copy_block", noting)
+    return noted
+
+
+def cache(rig, tokens):
+    """Have the KV of `tokens` computed and left in the prefix cache."""
+    rig.submit("filler", tokens, 1)
+    rig.drain()
+    rig.model.steps.clear()
+    rig.engine.num_computed = 0
+
+
+# ---- Prompts that are being computed --------
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_equal_prompts_that_arrive_together_compute_their_beginning_once(rig, count):
+    sequences = [rig.submit(str(i), rig.prompt(18), 3) for i in range(count)]
+    rig.drain()
+    assert rig.engine.num_computed == 18 + (count - 1) * 2
+    assert [s.num_cached for s in sequences] == [0] + [16] * (count - 1)
+    assert rig.tokens == {str(i): rig.answer(rig.prompt(18), 3) for i in range(count)}
+
+
+def test_a_prompt_waits_for_the_blocks_that_it_shares_and_no_longer(rig):
+    rig.submit("a", rig.prompt(30), 3)
+    other = (*rig.prompt(9), *rig.prompt(9, 1))
+    second = rig.submit("b", other, 3)
+    rig.engine.admit()
+    assert rig.names() == ["a"]
+    rig.step()  # computes the two blocks that both begin with
+    rig.engine.admit()
+    assert rig.names() == ["a", "b"]
+    assert second.num_cached == 8
+    rig.drain()
+    assert rig.tokens["b"] == rig.answer(other, 3)
+
+
+def test_those_behind_a_prompt_that_waits_pass_it(rig):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        rig.submit(name, rig.prompt(20, seed), 2)
+    assert [s.request for s in rig.engine.admit()] == ["a", "c"]
+    rig.drain()
+    assert len(rig.finishes) == 3
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_prompt_goes_on_alone_when_the_one_it_waits_for_is_removed(rig, steps):
+    first = rig.submit("a", rig.prompt(18), 3)
+    second = rig.submit("b", rig.prompt(18), 3)
+    rig.engine.admit()
+    for _ in range(steps):
+        rig.step()
+    rig.engine.remove(first)
+    rig.drain()
+    assert second.num_cached == 8 * steps
+    assert rig.engine.num_computed == 18
+    assert rig.tokens["b"] == rig.answer(rig.prompt(18), 3)
+    assert rig.is_empty()
+
+
+def test_a_prompt_waits_for_no_generated_block(rig):
+    rig.submit("a", rig.prompt(5), 20)
+    rig.step()
+    rig.submit("b", (*rig.prompt(5), *rig.answer(rig.prompt(5), 20)), 3)
+    rig.engine.admit()
+    assert rig.names() == ["a", "b"]
+
+
+# ---- Tables of blocks of several owners --------
+
+
+def test_a_table_has_cached_lent_and_computed_blocks(rig):
+    prompt = rig.prompt(22)
+    cache(rig, prompt[:5])
+    lent = rig.lend(prompt[:16])
+    before = rig.arena.payload()[LENT.start :].copy()
+    sequence = rig.submit("a", prompt, 5, lent={2: lent[2], 1: lent[1]})
+    rig.engine.admit()
+    assert sequence.blocks[0] in OWN
+    assert sequence.blocks[1:] == [lent[1], lent[2]]
+    assert (sequence.num_cached, sequence.borrowed) == (12, {lent[1], lent[2]})
+    assert rig.engine.num_reserved == 3
+    rig.drain()
+    assert rig.tokens["a"] == rig.answer(prompt, 5)
+    assert rig.engine.num_computed == 10
+    assert (rig.arena.payload()[LENT.start :] == before).all()
+    assert rig.is_empty()
+
+
+def test_what_lies_behind_a_gap_is_computed(rig):
+    prompt = rig.prompt(18)
+    lent = rig.lend(prompt)
+    sequence = rig.submit("a", prompt, 3, lent={0: lent[0], 2: lent[2], 3: lent[3]})
+    rig.engine.admit()
+    assert (sequence.blocks, sequence.num_stored) == ([lent[0]], 4)
+    rig.drain()
+    assert rig.tokens["a"] == rig.answer(prompt, 3)
+    assert rig.engine.num_computed == 14
+
+
+def test_at_least_one_token_is_computed_whatever_is_lent(rig):
+    lent = rig.lend(rig.prompt(8))
+    sequence = rig.submit("a", rig.prompt(8), 3, lent=dict(enumerate(lent)))
+    rig.drain()
+    assert sequence.num_cached == 4
+    assert rig.tokens["a"] == rig.answer(rig.prompt(8), 3)
+
+
+def test_an_adopted_table_has_kept_lent_and_copied_blocks(rig, copies):
+    prompt = rig.prompt(18)
+    kept = rig.keep(prompt[:8])
+    lent = rig.lend(prompt)
+    sequence = rig.submit(
+        "a", prompt, 5, kept=dict(enumerate(kept)), lent={i: lent[i] for i in (2, 3, 4)}, adopted=True
+    )
+    rig.pool.free(kept)
+    assert rig.pool.account().used == 2  # the sequence keeps them while it waits
+    rig.engine.admit()
+    assert sequence.blocks[:4] == [*kept, lent[2], lent[3]]
+    assert copies == [(lent[4], sequence.blocks[4], 2)]
+    assert (sequence.num_stored, sequence.num_pending, sequence.num_cached) == (18, 1, 0)
+    rig.drain()
+    assert rig.tokens["a"] == rig.answer(prompt, 5)
+    assert rig.engine.num_computed == 0
+    assert len(copies) == 1
+    assert rig.is_empty()
+
+
+@pytest.mark.parametrize("gap", [0, 2, 3])
+def test_an_adoption_with_a_gap_computes_from_there_and_leaves_the_tail(rig, copies, gap):
+    prompt = rig.prompt(18)
+    lent = rig.lend(prompt)
+    rig.model.kv[lent[4]] = -9
+    blocks = {i: block for i, block in enumerate(lent) if i != gap}
+    sequence = rig.submit("a", prompt, 5, lent=blocks, adopted=True)
+    rig.engine.admit()
+    assert sequence.num_stored == gap * BLOCK
+    rig.drain()
+    assert rig.tokens["a"] == rig.answer(prompt, 5)  # the first token is the prefill's; no second one is sampled
+    assert copies == []
+    assert rig.engine.num_computed == 19 - gap * BLOCK
+    assert rig.is_empty()
+
+
+def test_an_adoption_without_its_tail_computes_the_tail(rig, copies):
+    prompt = rig.prompt(18)
+    lent = rig.lend(prompt)
+    rig.submit("a", prompt, 5, lent=dict(enumerate(lent[:4])), adopted=True)
+    rig.drain()
+    assert rig.tokens["a"] == rig.answer(prompt, 5)
+    assert (copies, rig.engine.num_computed) == ([], 3)
+
+
+# ---- What is lacking --------
+
+
+def pick(blocks, *indices):
+    return {i: blocks[i] for i in indices}
+
+
+HOLDINGS = {  # parts of a prompt of 22 tokens, which has 6 blocks; all of it is lent in `lent`
+    "nothing": lambda rig, prompt, lent: {},
+    "lent": lambda rig, prompt, lent: {"lent": pick(lent, 0, 1, 2)},
+    "lent, but not the first": lambda rig, prompt, lent: {"lent": pick(lent, 1, 2, 3, 4)},
+    "lent with a gap": lambda rig, prompt, lent: {"lent": pick(lent, 0, 1, 3, 4)},
+    "cached": lambda rig, prompt, lent: cache(rig, prompt[:9]) or {},
+    "cached, then lent": lambda rig, prompt, lent: cache(rig, prompt[:9]) or {"lent": pick(lent, 1, 2, 3)},
+    "kept": lambda rig, prompt, lent: {"kept": dict(enumerate(rig.keep(prompt[:8])))},
+    "adopted": lambda rig, prompt, lent: {"lent": dict(enumerate(lent)), "adopted": True},
+    "adopted with a gap": lambda rig, prompt, lent: {"lent": pick(lent, 0, 2, 3, 4, 5), "adopted": True},
+}
+
+
+@pytest.mark.parametrize("holding", HOLDINGS)
+@pytest.mark.parametrize("has_company", [True, False])
+def test_exactly_what_is_lacking_lets_the_next_one_in(make_rig, holding, has_company):
+    rig = make_rig(3)
+    prompt = rig.prompt(22)
+    options = HOLDINGS[holding](rig, prompt, rig.lend(prompt))
+    if has_company:
+        rig.pool.add_extent(OWN[3:4])
+        rig.submit("company", rig.prompt(2, 1), 9)
+        rig.step()
+    rig.pool.allocate(rig.pool.num_free)
+    sequence = rig.submit("a", prompt, 5, **options)
+    assert rig.engine.admit() == []
+    lacking = rig.engine.blocks_lacking()
+    assert lacking > 0
+    if lacking > 1:
+        rig.pool.add_extent(OWN[8 : 8 + lacking - 1])
+    assert rig.engine.admit() == []
+    rig.pool.add_extent(OWN[20:21])
+    assert rig.engine.blocks_lacking() == 0
+    assert rig.engine.admit() == [sequence]
+
+
+def test_a_prefix_that_somebody_uses_takes_no_memory_of_those_that_wait(make_rig):
+    rig = make_rig(6)
+    rig.submit("a", rig.prompt(13), 3)
+    rig.step(), rig.step()
+    rig.submit("b", (*rig.prompt(12), *rig.prompt(9, 1)), 3)
+    assert rig.engine.admit() == []
+    assert rig.engine.blocks_lacking() == 3 + 1 - 2
+    rig.pool.add_extent(OWN[8:10])
+    assert len(rig.engine.admit()) == 1
+
+
+# ---- Copying out, and doing without --------
+
+
+def test_copying_out_replaces_what_is_borrowed(rig, copies):
+    prompt = rig.prompt(18)
+    kept = rig.keep(prompt[:4])
+    lent = rig.lend(prompt)
+    sequence = rig.submit(
+        "a", prompt, 9, kept={0: kept[0]}, lent={i: block for i, block in enumerate(lent) if i}, adopted=True
+    )
+    rig.pool.free(kept)
+    rig.step(), rig.step()
+    copies.clear()
+    assert rig.engine.copy_out(sequence)
+    assert [(src, num_tokens) for src, _, num_tokens in copies] == [(block, BLOCK) for block in lent[1:4]]
+    assert [dst for _, dst, _ in copies] == sequence.blocks[1:4]
+    assert sequence.blocks[0] == kept[0]
+    assert set(sequence.blocks) <= set(OWN)
+    assert (sequence.borrowed, sequence.lent, sequence.kept, sequence.tail_block) == (set(), {}, {}, None)
+    rig.model.kv[list(LENT)] = -5
+    rig.check()
+    rig.drain()
+    assert rig.tokens["a"] == rig.answer(prompt, 9)
+    assert rig.is_empty()
+
+
+def test_copies_are_found_by_the_next_prompt(rig):
+    prompt = rig.prompt(18)
+    sequence = rig.adopt("a", prompt, 9)
+    rig.step()
+    rig.engine.copy_out(sequence)
+    table = list(sequence.blocks)
+    rig.drain()
+    assert [rig.pool.cached(digest) for digest in chain(prompt, BLOCK, b"key")] == table[:4]
+    again = rig.submit("b", (*prompt, 1, 2), 2)
+    rig.engine.admit()
+    assert again.num_cached == 16
+
+
+def test_there_is_no_copying_out_without_room(make_rig):
+    rig = make_rig(4)
+    sequence = rig.adopt("a", rig.prompt(18), 3)
+    assert not rig.engine.copy_out(sequence)  # it does not run yet
+    rig.step()
+    before = list(sequence.blocks)
+    assert not rig.engine.copy_out(sequence)
+    assert (sequence.blocks, len(sequence.lent)) == (before, 4)
+    rig.pool.add_extent(OWN[8:9])
+    assert rig.engine.copy_out(sequence)
+    rig.drain()
+    assert rig.tokens["a"] == rig.answer(rig.prompt(18), 3)
+
+
+def test_a_sequence_that_copied_out_can_be_preempted(make_rig):
+    rig = make_rig(10)
+    rig.submit("a", rig.prompt(4, 1), 20)
+    rig.step()
+    sequence = rig.adopt("b", rig.prompt(18), 14)
+    rig.step()
+    assert rig.engine.copy_out(sequence)
+    rig.model.kv[list(LENT)] = -5
+    rig.drain()
+    assert rig.preempted
+    assert rig.tokens["b"] == rig.answer(rig.prompt(18), 14)
+
+
+def test_a_waiting_sequence_can_do_without_what_is_lent(make_rig):
+    rig = make_rig(6)
+    prompt = rig.prompt(18)
+    kept = rig.keep(prompt[:4])
+    held = rig.pool.allocate(5)
+    lent = rig.lend(prompt)
+    sequence = rig.submit("a", prompt, 3, kept={0: kept[0]}, lent=dict(enumerate(lent)), adopted=True)
+    rig.pool.free(kept)
+    assert rig.engine.admit() == []
+    rig.engine.strip(sequence)
+    assert rig.pool.account().used == len(held)  # what it kept is free for others
+    rig.model.kv[list(LENT)] = -5
+    rig.pool.free(held)
+    rig.drain()
+    assert rig.tokens["a"] == rig.answer(prompt, 3)
+    assert rig.engine.num_computed == 19
+    assert rig.is_empty()
+
+
+def test_a_stripped_sequence_still_finds_what_is_cached(rig):
+    prompt = rig.prompt(18)
+    cache(rig, prompt[:13])
+    sequence = rig.submit("a", prompt, 3, lent=dict(enumerate(rig.lend(prompt))), adopted=True)
+    rig.engine.strip(sequence)
+    rig.engine.admit()
+    assert sequence.num_stored == 12
+    rig.drain()
+    assert rig.tokens["a"] == rig.answer(prompt, 3)
+
+
+# ---- Generated blocks --------
+
+
+def test_a_conversation_finds_prompt_and_answer_of_the_turn_before(rig):
+    history, num_known = rig.prompt(10), 0
+    for turn in range(3):
+        sequence = rig.submit(str(turn), history, 9)
+        rig.drain()
+        assert sequence.num_cached == num_known // BLOCK * BLOCK
+        assert rig.tokens[str(turn)] == rig.answer(history, 9)
+        num_known = len(history) + 8  # the last token's KV is not there
+        history = (*history, *rig.tokens[str(turn)], *rig.prompt(3, turn + 1))
+
+
+def test_without_saving_only_the_prompt_is_found_again(rig):
+    sequence = rig.submit("a", rig.prompt(10), 9, saves_kv=False)
+    rig.drain()
+    assert sequence.num_indexed == 2
+    assert rig.pool.account().cached == 2
+    again = rig.submit("b", (*rig.prompt(10), *rig.tokens["a"]), 2)
+    rig.drain()
+    assert again.num_cached == 8
+
+
+def test_what_a_sequence_generates_on_borrowed_blocks_is_cached_under_the_whole_chain(rig):
+    prompt = rig.prompt(10)
+    sequence = rig.adopt("a", prompt, 12)
+    rig.drain()
+    digests = chain([*prompt, *rig.tokens["a"]], BLOCK, b"key")
+    assert sequence.digests == digests[:5]  # the last token's KV is not there
+    assert [rig.pool.cached(digest) is not None for digest in digests] == [False, False, True, True, True]
+    assert rig.pool.account().cached == 3
+    assert rig.pool.drain_events().added == digests[2:]
+
+
+@pytest.mark.parametrize("is_adopted", [True, False])
+@pytest.mark.parametrize("saves_kv", [True, False])
+def test_digests_are_those_of_the_whole_token_list_also_after_preemption(make_rig, is_adopted, saves_kv):
+    rig = make_rig(8, token_budget=5)
+    rig.submit("a", rig.prompt(7, 1), 14)
+    rig.step(), rig.step()
+    sequence = (rig.adopt if is_adopted else rig.submit)("b", rig.prompt(11), 14, saves_kv=saves_kv)
+    seen = 0
+    while rig.engine.running or rig.engine.waiting:
+        rig.step()
+        tokens = [*sequence.prompt, *sequence.tokens]
+        assert sequence.digests == chain(tokens, BLOCK, b"key")[: len(sequence.digests)]
+        cached = [rig.pool.cached(digest) is not None for digest in chain(tokens, BLOCK, b"key")]
+        seen = max(seen, sum(cached))
+        assert saves_kv or not any(cached[2:])
+    assert "b" in rig.preempted
+    assert rig.tokens["b"] == rig.answer(rig.prompt(11), 14)
+    assert seen >= (4 if saves_kv else 0)
+
+
+def test_equal_blocks_of_two_sequences_are_cached_once(rig):
+    for name in "ab":
+        rig.adopt(name, rig.prompt(8), 10)
+    rig.drain()
+    assert rig.pool.account().cached == 2
+    assert rig.is_empty()
