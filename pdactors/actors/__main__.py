@@ -45,7 +45,8 @@ def main() -> None:
 def _die_with(spec: ActorSpec) -> None:
     """Have the kernel end this process with its supervisor.
 
-    All are killed at once but for the gateway, which is told to stop, so that somebody removes the ready file.
+    All are killed at once but for the gateway, which is told to stop, so that somebody removes the ready file. The
+    signal comes again as each further thread of the supervisor dies.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides
     how = signal.SIGTERM if spec.role == "gateway" else signal.SIGKILL
@@ -55,7 +56,14 @@ def _die_with(spec: ActorSpec) -> None:
 
 
 def _is_orphan(spec: ActorSpec) -> bool:
-    return os.getppid() != spec.supervisor_pid
+    """Say whether the supervisor is dead; its last threads may still be dying, and are our parent until then."""
+    if os.getppid() != spec.supervisor_pid:
+        return True
+    try:
+        state = Path(f"/proc/{spec.supervisor_pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "ZX"
 
 
 async def _live(spec: ActorSpec) -> str | None:
@@ -63,7 +71,9 @@ async def _live(spec: ActorSpec) -> str | None:
     log = get_logger(actor=spec.name, node=spec.node)
     try:
         actor = _class_of(spec.role)(spec, transport_for(spec.control))
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, actor.stop)
+        loop = asyncio.get_running_loop()
+        # Not the loop's own handler: closing the loop would undo it, and a second signal would kill us then.
+        signal.signal(signal.SIGTERM, lambda *_: loop.call_soon_threadsafe(actor.stop))
         await actor.run()
     except PDError as error:
         log.error("actor ends", code=error.code, reason=error.message)
@@ -71,6 +81,8 @@ async def _live(spec: ActorSpec) -> str | None:
     except Exception as error:
         log.exception("actor ends")
         return repr(error)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return None
 
 
