@@ -115,6 +115,7 @@ def test_a_signal_to_the_supervisor_ends_everything_within_a_second(
     assert_ended(launched, home, wait)
 
 
+@pytest.mark.slow
 def test_two_clusters_run_side_by_side_and_the_end_of_one_is_not_the_others(
     run_launch: Launch, home: Path, wait: Any
 ) -> None:
