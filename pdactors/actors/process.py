@@ -92,7 +92,7 @@ class Process:
 def spawn(module: str, arguments: Sequence[str], data: bytes, fds: Sequence[int]) -> Process:
     """Start `python -m module` with `data` on its standard input and the descriptors `fds`."""
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
-    single = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    single = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     popen = subprocess.Popen(  # noqa: S603 - this interpreter and our own arguments
         [sys.executable, "-m", module, *arguments],
         stdin=subprocess.PIPE,

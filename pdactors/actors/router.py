@@ -84,7 +84,7 @@ class Router(Actor):
         self.liveness = Liveness(config.router.dead_after_ms / 1000)
         self._is_draining = False
         self._draining: set[str] = set()  # engines that get no new work
-        self._scaling: dict[int, Member] = {}  # questions that a supervisor works on, and who asked
+        self._scaling: dict[int, tuple[Member, str]] = {}  # questions under way: who asked, and the node
         self._surveys: dict[int, Survey] = {}
         self._num_surveys = 0
         self.accept(Heartbeat, self._on_heartbeat, "gateway", "migrator", "supervisor", *ENGINES)
@@ -228,10 +228,12 @@ class Router(Actor):
             error = f"no node is called {message.node}"
         elif rest < 1:
             error = f"at least one {message.role} is needed"
+        elif any(node == message.node for _, node in self._scaling.values()):
+            error = f"{message.node} is being scaled; ask again once that is done"
         if error:
             return self._answer_query(sender, Answered(message.query, error=error))
         if message.count > len(here):
-            self._scaling[message.query] = sender
+            self._scaling[message.query] = sender, message.node
             missing = message.count - len(here)
             self.tell(supervisors[0].name, StartEngines(message.query, message.node, message.role, missing))
             return None
@@ -241,9 +243,9 @@ class Router(Actor):
         return self._answer_query(sender, Answered(message.query, draining=tuple(m.name for m in surplus)))
 
     def _on_engines_started(self, _sender: Member, message: EnginesStarted) -> None:
-        asker = self._scaling.pop(message.query, None)
-        if asker is None:
+        if message.query not in self._scaling:
             return self.drop("late answer")
+        asker, _ = self._scaling.pop(message.query)
         return self._answer_query(asker, Answered(message.query, started=message.names, error=message.error))
 
     def _answer_query(self, asker: Member, answer: Answered) -> None:

@@ -25,6 +25,7 @@ from pdactors.transport import Transport
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.2, 30.0
 STABLE_AFTER_S = 60.0  # an actor that lived so long starts afresh with its back-off
+JOIN_TIMEOUT_S = 10.0  # of engines that are added; who asked for them has it that they count from then on
 LAST_WORDS_S = 0.3  # between SIGTERM and SIGKILL
 
 
@@ -183,6 +184,7 @@ class Supervisor(Actor):
                 started.append(child.spec.name)
         except PDError as refused:
             error = refused.message
+        await self._until(lambda: {member.name for member in self.fleet.members}.issuperset(started), JOIN_TIMEOUT_S)
         self.tell(ROUTER, EnginesStarted(message.query, tuple(started), error))
 
     def _new_engine(self, node: str, role: Role) -> ActorSpec:

@@ -9,20 +9,8 @@ from typing import Any
 import pytest
 
 from pdactors.actors.gateway import Gateway
-from pdactors.messages import (
-    AnyEvent,
-    Cancel,
-    DoneEvent,
-    ErrorEvent,
-    Generate,
-    Member,
-    Message,
-    Release,
-    RequestBody,
-    Token,
-    TokenEvent,
-    Tokens,
-)
+from pdactors.client_messages import AnyEvent, DoneEvent, ErrorEvent, RequestBody, TokenEvent
+from pdactors.messages import Cancel, Generate, Member, Message, Release, Token, Tokens
 from pdactors.text.tokenizer import Tokenizer
 from pdactors.transport.inproc import InprocTransport
 

@@ -92,9 +92,12 @@ def test_as_much_as_the_memory_holds_is_served(client: Client, wait: Any) -> Non
     with pytest.raises(PromptTooLong) as caught:
         client.generate(prompt_token_ids=[5] * 3000, max_tokens=1)
     limit = int(caught.value.message.partition("kv.memory holds ")[2].split()[0])
-    assert client.generate(prompt_token_ids=[5] * limit, max_tokens=2, ignore_eos=True).usage.prompt_tokens == limit
+    prompt = [5] * (limit - 1)  # the last token's KV is never needed
+    assert len(client.generate(prompt_token_ids=prompt, max_tokens=2, ignore_eos=True).token_ids) == 2
+    with pytest.raises(BadRequest, match="max_tokens"):
+        client.generate(prompt_token_ids=prompt, max_tokens=3)
     with pytest.raises(PromptTooLong):
-        client.generate(prompt_token_ids=[5] * (limit + 1), max_tokens=1)
+        client.generate(prompt_token_ids=[5] * limit, max_tokens=1)
 
 
 def test_more_than_the_memory_holds_at_once_is_served_one_after_the_other(client: Client) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from pdactors import Client, Cluster
 from pdactors.cli import status as status_command
@@ -164,11 +165,12 @@ def test_the_status_table_cuts_no_number_of_a_busy_cluster(
     actors = [
         {
             "name": name, "rack": "r0", "state": "draining", "pid": 4194304, "running": 32, "waiting": 1024,
-            "kv_blocks": blocks, "step_ms": {"p50": 123.4},
+            "kv_blocks": blocks, "step_ms": {"p50": 123.4}, "use": {},
         }
         for name in ("n0/prefill-0", "a-node-with-a-long-name/decode-12")
     ]  # fmt: skip
-    status_command._show({"run_id": "r", "mode": "m", "model": "/x" * 60, "actors": actors, "silent": ["n0/decode-1"]})
+    found = {"run_id": "r", "mode": "m", "model": "x", "actors": actors, "silent": ["n0/decode-1"]}
+    Console().print(status_command.view(found))
     text = capsys.readouterr().out
     for number in ("20481", "20482", "20483", "20484", "2048", "2049", "4194304", "1024", "123.4", "draining"):
         assert text.count(number) >= 2, text

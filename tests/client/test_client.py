@@ -46,6 +46,7 @@ from pdactors.messages import (
     Refusal,
     Release,
     Sampling,
+    Segment,
     Stranger,
     Token,
     Tokens,
@@ -350,7 +351,7 @@ async def stranger(address: str, identity: bytes = b"") -> AsyncIterator[Strange
         transport.close()
 
 
-HANDLE = KVHandle("n0", "n0/prefill-0", "0" * 16, (0, 1), 40, Lease(0, 1))
+HANDLE = KVHandle("n0", "n0/prefill-0", "0" * 16, (Segment("n0/prefill-0", Lease(0, 1), 0, (0, 1)),), 40)
 FOREIGN: list[Message] = [
     Heartbeat("ready"),
     Generate("r", (1, 2), Sampling()),

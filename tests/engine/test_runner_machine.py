@@ -227,17 +227,13 @@ class NodeMachine(RuleBasedStateMachine):
 
     def hand_over(self, unit: Unit, sequence: Sequence) -> None:
         lease = unit.loans.lend(sequence.key, sequence.own_blocks, self.now)
-        table = sequence.blocks
         segments = []
-        for is_borrowed, run in groupby(enumerate(table), key=lambda item: item[1] in sequence.borrowed):
-            if not is_borrowed:
-                indices, blocks = zip(*run, strict=True)
-                segments.append(Segment(unit.name, lease, indices[0], blocks))
-        segments += [
-            Segment(segment.owner, segment.lease, table.index(used[0]), tuple(used))
-            for segment in sequence.segments
-            if (used := [b for b in segment.blocks if b in sequence.borrowed])
-        ]
+        owners = {block: s for s in sequence.segments for block in s.blocks}
+        table = [(i, block, owners.get(block)) for i, block in enumerate(sequence.blocks)]
+        for segment, run in groupby(table, key=lambda item: item[2]):
+            indices, blocks, _ = zip(*run, strict=True)
+            name, under = (segment.owner, segment.lease) if segment else (unit.name, lease)
+            segments.append(Segment(name, under, indices[0], blocks))
         handle = KVHandle("n0", unit.name, LAYOUT.fingerprint, tuple(segments), sequence.num_stored)
         unit.behind[sequence.key] = sequence.leases
         unit.engine.remove(sequence)
@@ -328,10 +324,17 @@ class NodeMachine(RuleBasedStateMachine):
             if num_idle == 2:  # what was given back in the first round could be used in the second
                 num_idle = 0
                 num_relieved = sum(map(Unit.relieve, self.units))
-                assert num_relieved, "everybody waits for somebody, for ever"
+                assert num_relieved, f"everybody waits for somebody, for ever:\n{self.describe()}"
         assert self.alive() == []
         self.check_the_end()
         self.arena.close()
+
+    def describe(self) -> str:
+        return "\n".join(
+            f"{unit.name}: {unit.rig.pool.account()} behind {unit.behind}, lends {unit.loans.live()}\n"
+            + f"  running {unit.engine.running}\n  waiting {unit.engine.waiting}"
+            for unit in self.units
+        )
 
     def check_the_end(self) -> None:
         for name, tokens in self.done.items():

@@ -112,6 +112,20 @@ async def test_prefill_engines_come_and_go_under_load(
     settled(growing)
 
 
+async def test_who_scales_twice_at_once_is_told_to_ask_again(
+    growing: Cluster, until: Any, settled: Any, names_of: Names
+) -> None:
+    async with AsyncClient(growing.zmq) as client:
+        outcomes = await asyncio.gather(*(client.scale("n0", "decode", 2) for _ in range(3)), return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [dict, BadRequest, BadRequest]
+        await client.scale("n0", "decode", 2)
+        assert len(await _scale(client, until, names_of, "decode", 2)) == 3
+        await client.scale("n0", "decode", 3)
+        await client.scale("n0", "decode", 1)  # before it is ready
+        assert (await _scale(client, until, names_of, "decode", 1)).keys() == FIRST
+    settled(growing)
+
+
 @pytest.mark.slow
 async def test_slots_are_used_again_more_often_than_there_are_slots(
     growing: Cluster, load: Any, until: Any, settled: Any, names_of: Names

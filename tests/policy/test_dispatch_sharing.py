@@ -331,6 +331,7 @@ def test_what_was_lent_in_a_lost_attempt_is_not_used_in_the_next():
     dispatcher.cache_changed("d", CacheChanged(evicted=DIGESTS))
     message = prefill_of(dispatcher.joined(member("p", incarnation=2), load(), 1.0))
     assert (message.attempt, message.prefix) == (2, ())
+    assert dispatcher.requests["r"].holders == {"p"}
 
 
 @pytest.mark.parametrize("sender", ["p", "d"])

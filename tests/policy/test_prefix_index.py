@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -58,7 +60,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(chain=some_chain, owners=some_owners, extra=st.frozensets(st.sampled_from(DIGESTS)))
     def num_known_is_the_longest_beginning_that_is_held(self, chain, owners, extra):
         held = [digest in extra or any(self.holds(owner, digest) for owner in owners) for digest in chain]
-        known = (held + [False]).index(False)
+        known = [*held, False].index(False)
         assert self.index.num_known(chain, owners, extra) == known
         assert self.index.num_known(chain[:2], owners, extra) == min(2, known)
 
@@ -79,7 +81,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(chain=some_chain, reader=some_owner, owners=some_owners)
     def neighbours_of_one_owner_are_one_share(self, chain, reader, owners):
         shares = self.index.shares(chain, reader, owners)
-        for before, after in zip(shares, shares[1:], strict=False):
+        for before, after in pairwise(shares):
             is_next = before.start + len(before.digests) == after.start
             assert not (is_next and self.holds(before.owner, after.digests[0]))
 
