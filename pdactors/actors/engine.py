@@ -369,10 +369,8 @@ class EngineActor(Actor):
             self._stalled_since = now
         elif now - self._stalled_since > STALL_S:
             self._stalled_since = now
-            holding = [s for s in self.engine.waiting if s.leases]
-            if holding:
-                self.engine.strip(holding[-1])
-                self.give_leases_back(holding[-1])
+            if (sequence := self.engine.give_way()) is not None:
+                self.give_leases_back(sequence)
 
     def give_leases_back(self, sequence: Sequence) -> None:
         for lease in sequence.leases:

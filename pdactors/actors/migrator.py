@@ -55,6 +55,7 @@ class Migrator(Actor):
                 self.drop("foreign extent", sender=sender.name, extent=extent)
                 continue
             self.arena.set_extent_owner(extent, None)
+            self._demand.pop(sender.slot, None)  # what it once asked for it has no use for now, or it asks again
         self._serve()
 
     def _on_retired(self, _sender: Member, message: Retired) -> None:

@@ -233,10 +233,11 @@ class Router(Actor):
         if error:
             return self._answer_query(sender, Answered(message.query, error=error))
         if message.count > len(here):
-            self._scaling[message.query] = sender, message.node
             missing = message.count - len(here)
-            self.tell(supervisors[0].name, StartEngines(message.query, message.node, message.role, missing))
-            return None
+            if self.tell(supervisors[0].name, StartEngines(message.query, message.node, message.role, missing)):
+                self._scaling[message.query] = sender, message.node
+                return None
+            return self._answer_query(sender, Answered(message.query, error=f"{message.node} cannot be reached"))
         surplus = sorted(here, key=lambda m: (m.state != "ready", m.slot))[message.count :]
         for member in surplus:
             self._drain_engine(member)

@@ -12,7 +12,6 @@ import itertools
 import secrets
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar, cast
 
@@ -138,7 +137,7 @@ class AsyncClient:
         Raises:
             PDError: one of its children, by the code that the cluster gave.
         """
-        async with aclosing(self.events(prompt, messages=messages, **options)) as events:
+        async with contextlib.aclosing(self.events(prompt, messages=messages, **options)) as events:
             async for event in events:
                 if isinstance(event, TokenEvent):
                     yield event

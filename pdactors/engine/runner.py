@@ -113,14 +113,12 @@ class Engine:
         One whose next block another is just computing is passed over until that block can be read.
         """
         admitted: list[Sequence] = []
-        if not self.waiting:
-            return admitted
-        coming = self._digests_under_way()
+        coming = {d for s in self.running if s.is_prompt and s.handle is None for d in s.digests[s.num_indexed :]}
         for sequence in self._line():
             if len(self.running) >= self.limits.max_sequences:
                 break
             num_known = self._find(sequence)
-            if self._next_digest(sequence, num_known) in coming:
+            if not coming.isdisjoint(sequence.digests[num_known : num_known + 1]):
                 self._put_back(sequence)
                 continue
             if not self._reserve(sequence):
@@ -165,6 +163,19 @@ class Engine:
         sequence.tail_block = None
         self._drop_kept(sequence)
 
+    def give_way(self) -> Sequence | None:
+        """Choose who does without its leases when we are stalled, waiting ones first; the caller gives them back.
+
+        Otherwise engines that lend to each other would wait for each other.
+        """
+        holding = [s for s in (*self.running, *self.waiting) if s.leases]
+        if not self.is_stalled or not holding:
+            return None
+        if holding[-1] in self.running:
+            self._preempt(holding[-1])
+        self.strip(holding[-1])
+        return holding[-1]
+
     @property
     def num_unreserved(self) -> int:
         """Blocks that are set aside for nobody."""
@@ -180,14 +191,14 @@ class Engine:
     @property
     def is_stalled(self) -> bool:
         """Whether there are sequences and none of them has room for its next step, after `admit`."""
-        return bool(self.running or self.waiting) and not any(s.is_prompt or self._has_room(s) for s in self.running)
+        return bool(self.running or self.waiting) and not any(map(self._has_room, self.running))
 
     # ---- One step --------
 
     def plan(self) -> Step | None:
         """Choose what to compute next; None when there is nothing, or nothing that has room."""
         self._make_room()
-        runnable = [s for s in self.running if s.is_prompt or self._has_room(s)]
+        runnable = [s for s in self.running if self._has_room(s)]
         portions = plan_step(
             [Work(s.num_pending, s.is_prompt, s.is_urgent) for s in runnable],
             token_budget=self.limits.token_budget,
@@ -234,7 +245,7 @@ class Engine:
         Own blocks get a reference. At least one token is left to compute.
         """
         limit = (sequence.num_tokens - 1) // self._block_tokens
-        if sequence.handle is None or sequence.digests:
+        if sequence.handle is None:
             self._extend_digests(sequence, limit)
         for i in range(limit):
             own = self._own_block(sequence, i)
@@ -253,13 +264,6 @@ class Engine:
         if i in sequence.kept or i >= len(sequence.digests):
             return sequence.kept.get(i)
         return self.pool.cached(sequence.digests[i])
-
-    def _next_digest(self, sequence: Sequence, num_known: int) -> bytes | None:
-        return sequence.digests[num_known] if num_known < len(sequence.digests) else None
-
-    def _digests_under_way(self) -> set[bytes]:
-        """Digests of prompt blocks that running sequences are going to compute."""
-        return {d for s in self.running if s.is_prompt and s.handle is None for d in s.digests[s.num_indexed :]}
 
     def _blocks_needed(self, sequence: Sequence) -> int:
         """Return how many unreserved blocks a waiting sequence would take; those that are cached are among them."""
@@ -325,13 +329,14 @@ class Engine:
     def _make_room(self) -> None:
         """Preempt, last admitted first, until every decoding sequence that is left can take its next step."""
         while len(self.running) > 1 and sum(map(self._lacks_block, self.running)) > self.num_unreserved:
-            victim = max(enumerate(self.running), key=lambda item: (not item[1].is_urgent, item[0]))[1]
-            self._extend_digests(victim, victim.num_stored // self._block_tokens)
-            self._index_full_blocks(victim)
-            self.running.remove(victim)
-            self._vacate(victim)
-            self.waiting.appendleft(victim)
-            self.num_preempted += 1
+            self._preempt(max(enumerate(self.running), key=lambda item: (not item[1].is_urgent, item[0]))[1])
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._index_full_blocks(sequence)
+        self.running.remove(sequence)
+        self._vacate(sequence)
+        self.waiting.appendleft(sequence)
+        self.num_preempted += 1
 
     def _grow(self, sequence: Sequence, count: int) -> None:
         sequence.blocks += self.pool.allocate(count)
@@ -351,11 +356,7 @@ class Engine:
         for portion in portions:
             sequence, start = runnable[portion.index], len(ids)
             stop = sequence.num_stored + portion.num_tokens
-            lacking = self.arena.layout.num_blocks(stop) - len(sequence.blocks)
-            if lacking > 0:
-                if self._lacks_block(sequence) and not self.num_unreserved:
-                    continue  # the last block went to another sequence of this step
-                self._grow(sequence, lacking)
+            self._grow(sequence, max(0, self.arena.layout.num_blocks(stop) - len(sequence.blocks)))
             ids += sequence.token_ids(sequence.num_stored, stop)
             positions += range(sequence.num_stored, stop)
             spans.append(Span(start, portion.num_tokens, stop, tuple(sequence.blocks)))
@@ -379,9 +380,8 @@ class Engine:
         if num_full <= sequence.num_indexed:
             return
         self._extend_digests(sequence, num_full)
-        for i in range(sequence.num_indexed, num_full):
-            if sequence.blocks[i] not in sequence.borrowed:
-                self.pool.insert(sequence.digests[i], sequence.blocks[i], sequence.digests[i - 1] if i else None)
+        for i in range(sequence.num_indexed, num_full):  # none of them is borrowed
+            self.pool.insert(sequence.digests[i], sequence.blocks[i], sequence.digests[i - 1] if i else None)
         sequence.num_indexed = num_full
 
     def _extend_digests(self, sequence: Sequence, num_blocks: int) -> None:

@@ -155,6 +155,16 @@ async def test_what_is_missing_is_asked_back_from_whoever_can_spare_it_and_hande
         assert recalled(a) == []
 
 
+async def test_what_comes_back_is_shared_out_among_all_who_wait(node_of):
+    async with node_of(num_engines=3) as node:
+        a, b, c = [await node.join(slot) for slot in range(3)]
+        extents = await node.want(c, 99)
+        assert len(await node.want(a, MINIMUM + 1)) == len(await node.want(b, MINIMUM + 1)) == MINIMUM
+        await node.say(c, ReturnExtents(tuple(extents[:2])))
+        assert sorted(granted(a) + granted(b)) == sorted(extents[:2])
+        assert node.counts == [MINIMUM + 1, MINIMUM + 1, len(extents) - 2, 0]
+
+
 async def test_nobody_is_asked_below_its_minimum(node_of):
     async with node_of() as node:
         a, b = await node.join(0), await node.join(1, "decode")

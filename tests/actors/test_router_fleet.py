@@ -172,6 +172,14 @@ async def test_an_engine_that_dies_while_it_drains_is_not_kept_when_it_comes_bac
         assert not cluster["gateway"].of(Rejected)
 
 
+async def test_who_asks_again_for_an_engine_that_drains_already_is_told_so(cluster_of):
+    async with cluster_of("gateway", SUPERVISOR, "p", "p1", "d") as cluster:
+        await ask(cluster, DrainActor(1, "p"))
+        cluster[SUPERVISOR].send(Exited("p1", 1))
+        await cluster.news("gateway", lambda fleet: "p1" not in states(fleet))
+        assert await ask(cluster, DrainActor(2, "p")) == Answered(2, draining=("p",))
+
+
 # ---- Scale --------
 
 
@@ -189,11 +197,45 @@ async def test_more_engines_are_started_by_the_nodes_supervisor(cluster_of):
         assert await ask(cluster, Scale(6, "n0", "decode", 3)) == Answered(6)
 
 
+async def test_a_node_is_scaled_by_one_at_a_time(cluster_of):
+    async with cluster_of("gateway", SUPERVISOR, "p", "d") as cluster:
+        await cluster.join("n1/supervisor", node="n1")
+        cluster["gateway"].send(Scale(1, "n0", "decode", 2))
+        await cluster[SUPERVISOR].expect(StartEngines)
+        for query, role in ((2, "decode"), (3, "prefill")):
+            answer = await ask(cluster, Scale(query, "n0", role, 2))
+            assert answer.error == "n0 is being scaled; ask again once that is done"
+        cluster["gateway"].send(Scale(4, "n1", "decode", 2))
+        await cluster["n1/supervisor"].expect(StartEngines)
+        cluster[SUPERVISOR].send(EnginesStarted(1, (), "no memory"))
+        await cluster["gateway"].expect(Answered)
+        cluster["gateway"].send(Scale(5, "n0", "decode", 2))
+        assert (await cluster[SUPERVISOR].expect(StartEngines)).query == 5
+
+
+async def test_a_node_that_cannot_be_told_is_not_waited_for(cluster_of):
+    async with cluster_of("gateway", SUPERVISOR, "p", "d") as cluster:
+        cluster[SUPERVISOR].close()
+        for query in (1, 2):
+            answer = await ask(cluster, Scale(query, "n0", "decode", 2))
+            assert answer == Answered(query, error="n0 cannot be reached")
+
+
 async def test_engines_that_still_start_are_not_started_again(cluster_of):
     async with cluster_of("gateway", SUPERVISOR, "p", "d") as cluster:
         await cluster.join("d1", Heartbeat("starting"))
         assert await ask(cluster, Scale(1, "n0", "decode", 2)) == Answered(1)
         cluster["gateway"].send(Scale(2, "n0", "decode", 3))
+        assert (await cluster[SUPERVISOR].expect(StartEngines)).count == 1
+
+
+async def test_engines_that_drain_do_not_count_even_when_they_start_again(cluster_of):
+    async with cluster_of("gateway", SUPERVISOR, "p", "p1", "d") as cluster:
+        await ask(cluster, DrainActor(1, "p"))
+        cluster[SUPERVISOR].send(Exited("p", 1))
+        await cluster.news("gateway", lambda fleet: "p" not in states(fleet))
+        await cluster.join("p", Heartbeat("starting"), incarnation=2)
+        cluster["gateway"].send(Scale(2, "n0", "prefill", 2))
         assert (await cluster[SUPERVISOR].expect(StartEngines)).count == 1
 
 

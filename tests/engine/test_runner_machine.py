@@ -115,13 +115,11 @@ class Unit:
             self.loans.give_back(lease)
 
     def relieve(self) -> bool:
-        """Have the last one that waits do without what others lend, when nothing has room for its next step."""
-        holding = [s for s in self.engine.waiting if s.leases]
-        if not self.engine.is_stalled or not holding:
-            return False
-        self.engine.strip(holding[-1])
-        self.give_back(holding[-1])
-        return True
+        """Have one sequence do without what others lend, when nothing has room for its next step."""
+        sequence = self.engine.give_way()
+        if sequence is not None:
+            self.give_back(sequence)
+        return sequence is not None
 
 
 @dataclass
@@ -173,6 +171,8 @@ class NodeMachine(RuleBasedStateMachine):
         start = next((i for i, d in enumerate(digests) if target.rig.pool.cached(d) is None), len(digests))
         for lender in (self.units[which] for which in ask.lenders if which != ask.prefill):
             blocks = lender.rig.pool.match(digests[start:])
+            while lender.engine.num_unreserved < 0:  # they were set aside
+                lender.rig.pool.free([blocks.pop()])
             if blocks:
                 lease = lender.loans.lend(sequence.key, blocks, self.now)
                 lender.rig.pool.free(blocks)

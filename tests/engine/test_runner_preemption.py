@@ -120,7 +120,10 @@ def test_a_prompt_that_is_preempted_gives_up_what_was_set_aside_for_it(make_rig)
     assert rig.preempted == ["b"]
     assert rig.engine.find("b", 1).is_prompt
     assert rig.engine.num_reserved == 0
+    sequence = rig.engine.find("b", 1)
     rig.drain()
+    assert rig.engine.num_computed == 4 + 15  # it found what it had computed itself
+    assert sequence.num_cached == 0
     assert rig.tokens["b"] == rig.answer(rig.prompt(15, ord("b")), 2)
 
 
@@ -134,6 +137,46 @@ def test_a_preempted_adoption_is_adopted_again(make_rig):
     assert sequence.num_admitted == 2
     assert rig.tokens["b"] == rig.answer(rig.prompt(6, 7), 9)
     assert rig.is_empty()
+
+
+def test_what_a_preempted_sequence_keeps_stays(make_rig):
+    rig = make_rig(6)
+    submit_all(rig, "a", max_tokens=9)
+    rig.step()
+    kept = rig.keep(rig.prompt(8, 7))
+    sequence = rig.submit("b", rig.prompt(8, 7), 9, kept=dict(enumerate(kept)), adopted=True)
+    rig.pool.free(kept)
+    while not rig.preempted:
+        rig.step()
+    assert rig.preempted == ["b"]
+    assert sequence.digests
+    rig.engine.remove(rig.engine.find("a", 1))
+    computed = rig.engine.num_computed
+    rig.engine.admit()
+    assert sequence.blocks[:2] == kept
+    rig.drain()
+    assert rig.engine.num_computed - computed <= 5
+    assert rig.tokens["b"] == rig.answer(rig.prompt(8, 7), 9)
+    assert rig.is_empty()
+
+
+def test_a_prompt_waits_for_no_block_that_a_decoding_sequence_will_not_share(make_rig):
+    rig = make_rig(10)
+    submit_all(rig, "a", max_tokens=20)
+    rig.step()
+    submit_all(rig, "b", length=6, max_tokens=20, saves_kv=False)
+    for _ in range(8):
+        rig.step()
+    ballast = rig.pool.allocate(rig.engine.num_unreserved)
+    while not rig.preempted:
+        rig.step()
+    rig.pool.free(ballast)
+    rig.step(), rig.step(), rig.step()
+    again = rig.engine.find("b", 1)
+    assert (rig.preempted, rig.names(), again.is_prompt) == (["b"], ["a", "b"], False)
+    rig.pool.add_extent(OWN[16:24])
+    rig.submit("c", (*again.prompt, *again.tokens), 2)
+    assert [s.request for s in rig.engine.admit()] == ["c"]
 
 
 def test_a_sequence_alone_is_not_preempted_but_stands_still(make_rig):

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
@@ -16,26 +17,28 @@ import pytest
 from pdactors import AsyncClient, Client, Cluster, PDError
 from pdactors.bench import reference
 from pdactors.bench.reference import Expected, Job
+from pdactors.text.tokenizer import Tokenizer
 
 LET_GO_S = 2.0  # one second, and the rest of the step that runs
 ENGINES = ("prefill", "decode", "worker")
-WORDS = range(258, 327)  # token ids of the tiny model that are words or parts of them
 WAYS = ("tcp cancel", "tcp disconnect", "zmq cancel", "zmq disconnect")
 
 Status = dict[str, Any]
 Start = Callable[..., AbstractContextManager[Cluster]]
 
 
-def words(seed: object, count: int) -> list[int]:
-    """Return `count` token ids of the tiny model, the same for the same seed."""
-    rng = random.Random(str(seed))
-    return [rng.choice(WORDS) for _ in range(count)]
-
-
 @pytest.fixture(scope="session")
-def make_ids() -> Callable[[object, int], list[int]]:
-    """Make prompts for the tiny model: `make_ids(seed, count)`."""
-    return words
+def make_ids(tiny_model: Path) -> Callable[[object, int], list[int]]:
+    """Make prompts for the tiny model, the same for the same seed: `make_ids(seed, count)`."""
+    tokenizer = Tokenizer(tiny_model)
+    pieces = {token: tokenizer.decode([token]) for token in range(tokenizer.vocab_size)}
+    words = [token for token, piece in pieces.items() if len(piece) > 1 and piece.isascii()]
+
+    def make(seed: object, count: int) -> list[int]:
+        rng = random.Random(str(seed))
+        return [rng.choice(words) for _ in range(count)]
+
+    return make
 
 
 # ---- Books --------
@@ -258,14 +261,18 @@ def transformers_says() -> Callable[..., list[Expected]]:
 # ---- The real model, in every mode --------
 
 MODES: dict[str, dict[str, object]] = {
-    "disaggregated": {},
     "disaggregated, two decodes": {"node.0.decode": 2},
     "chunked": {"cluster.mode": "chunked"},
+    "disaggregated": {},
     "colocated": {"cluster.mode": "colocated"},
 }
+SLOW_MODES = {"disaggregated", "colocated"}
 
 
-@pytest.fixture(scope="session", params=MODES)
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param(mode, marks=[pytest.mark.slow] if mode in SLOW_MODES else []) for mode in MODES],
+)
 def real(request: pytest.FixtureRequest, start: Start, real_model: object) -> Iterator[Cluster]:
     """A cluster of each mode on the real model, in float32. Tests are grouped by it."""
     keys = {"model.path": real_model, "model.max_model_len": 4096, "kv.memory": "768MiB", **MODES[request.param]}

@@ -18,6 +18,7 @@ from pdactors.text.tokenizer import Tokenizer
 
 MakeIds = Callable[[object, int], list[int]]
 Modes = dict[str, Cluster]
+Single = Callable[..., list[int]]
 SEPARATE = "🎉"  # a stop string that takes several tokens of the real model
 ECHOES = [
     "Repeat: 😀🎉🚀 日本語\nRepeat: 😀🎉🚀 日本語\nRepeat:",
@@ -43,7 +44,7 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def single(tiny_model: Path) -> Callable[..., list[int]]:
+def single(tiny_model: Path) -> Single:
     """Greedy tokens of transformers' `generate` in this process: `single(prompt_ids, max_tokens, min_tokens)`."""
     model = LlamaForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
 
@@ -86,49 +87,55 @@ def _events(line: Any, requests: dict[str, dict[str, Any]]) -> dict[str, list[di
     return events
 
 
-def _cases(tokenizer: Tokenizer, single: Callable[..., list[int]], make_ids: MakeIds) -> dict[str, Case]:
-    ids = {name: tokenizer.encode(text) for name, text in (("end", "~"), ("loop", "^"), ("text", "the cat sat on"))}
-    long = make_ids("long", 333)
+def _cases(tokenizer: Tokenizer, single: Single, make_ids: MakeIds) -> dict[str, Case]:
+    (eos,) = tokenizer.encode("<|im_end|>")
+    end, loop, long = tokenizer.encode("~"), tokenizer.encode("^"), make_ids("long", 333)
+
+    def to_the_end(prompt: list[int], max_tokens: int, min_tokens: int = 0) -> Case:
+        wanted = single(prompt, max_tokens, min_tokens)
+        fields = {"prompt_token_ids": prompt, "max_tokens": max_tokens, "min_tokens": min_tokens}
+        return Case(fields, wanted, "stop" if wanted[-1] == eos else "length")
+
+    def stopped(stop: str | list[str], num_tokens: int) -> Case:
+        return Case({"prompt": "^", "max_tokens": 9, "stop": stop}, single(loop, num_tokens), "stop", "")
+
     cases = {
-        "eos first": Case({"prompt": "~", "max_tokens": 9}, single(ids["end"], 9), "stop", ""),
-        "eos first and ignored": Case(
-            {"prompt": "~", "max_tokens": 1, "ignore_eos": True}, single(ids["end"], 1), "length", ""
-        ),
-        "max_tokens 1": Case({"prompt_token_ids": long, "max_tokens": 1}, single(long, 1), "length"),
-        "max_tokens 2": Case({"prompt_token_ids": long, "max_tokens": 2}, single(long, 2), "length"),
-        "eos banned by min_tokens": Case(
-            {"prompt": "~", "max_tokens": 7, "min_tokens": 5}, single(ids["end"], 7, 5), "length"
-        ),
-        "one token": Case({"prompt_token_ids": [300], "max_tokens": 40}, single([300], 40), "length"),
-        "a block and one": Case({"prompt_token_ids": long[:33], "max_tokens": 40}, single(long[:33], 40), "length"),
-        "a block": Case({"prompt_token_ids": long[:32], "max_tokens": 40}, single(long[:32], 40), "length"),
-        "stop across the hand-over": Case(
-            {"prompt": "^", "max_tokens": 9, "stop": "\n."}, single(ids["loop"], 2), "stop", ""
-        ),
-        "stop in the first token": Case(
-            {"prompt": "^", "max_tokens": 9, "stop": ["z", "\n"]}, single(ids["loop"], 1), "stop", ""
-        ),
-        "no stop": Case(
-            {"prompt": "^", "max_tokens": 8, "stop": "\n.\n\n"}, single(ids["loop"], 8), "length", "\n." * 4
-        ),
+        "eos first": to_the_end(end, 9),
+        "eos first and ignored": Case({"prompt": "~", "max_tokens": 1, "ignore_eos": True}, [eos], "length", ""),
+        "max_tokens 1": to_the_end(long, 1),
+        "max_tokens 1 and eos": to_the_end(end, 1),
+        "max_tokens 2": to_the_end(long, 2),
+        "eos banned by min_tokens": to_the_end(end, 7, 5),
+        "eos banned to the end": to_the_end(end, 3, 3),
+        "one token": to_the_end([300], 40),
+        "a block less one": to_the_end(long[:31], 40),
+        "a block": to_the_end(long[:32], 40),
+        "a block and one": to_the_end(long[:33], 40),
+        "stop across the hand-over": stopped("\n.", 2),
+        "stop in the first token": stopped(["z", "\n"], 1),
+        "stop inside a token": _stop_inside(tokenizer, single, make_ids),
+        "no stop": Case({"prompt": "^", "max_tokens": 8, "stop": "\n.\n\n"}, single(loop, 8), "length", "\n." * 4),
     }
-    assert cases["eos first"].wanted == [tokenizer.encode("<|im_end|>")[0]]
-    assert len(cases["eos banned by min_tokens"].wanted) == 7
-    return cases | {"stop inside a token": _stop_inside(tokenizer, single(ids["text"], 40))}
+    assert cases["eos first"].wanted == cases["max_tokens 1 and eos"].wanted == [eos]
+    assert len(cases["eos banned by min_tokens"].wanted) > 5
+    return cases
 
 
-def _stop_inside(tokenizer: Tokenizer, answer: list[int]) -> Case:
-    """Find a token of the answer whose middle character does not occur before it."""
-    for i, token in enumerate(answer):
-        piece, before = tokenizer.decode([token]), tokenizer.decode(answer[:i])
-        if len(piece) >= 3 and piece.isascii() and piece[1] not in before + piece[0]:
-            fields = {"prompt": "the cat sat on", "max_tokens": 40, "stop": piece[1]}
-            return Case(fields, answer[: i + 1], "stop", before + piece[0])
+def _stop_inside(tokenizer: Tokenizer, single: Single, make_ids: MakeIds) -> Case:
+    """Find a prompt whose answer has a token with a middle character that does not occur before it."""
+    for seed in range(5, 60):
+        prompt = make_ids(("inside", seed), 20)
+        answer = single(prompt, 30)
+        for i, token in enumerate(answer[:-1]):
+            piece, before = tokenizer.decode([token]), tokenizer.decode(answer[:i])
+            if i > 1 and len(piece) >= 3 and piece.isascii() and piece[1] not in before + piece[0]:
+                fields = {"prompt_token_ids": prompt, "max_tokens": 30, "stop": piece[1]}
+                return Case(fields, answer[: i + 1], "stop", before + piece[0])
     raise AssertionError("no such token")
 
 
 def test_every_seam_is_as_in_a_single_process(
-    modes: Modes, tokenizer: Tokenizer, single: Callable[..., list[int]], make_ids: MakeIds, dial: Any, settled: Any
+    modes: Modes, tokenizer: Tokenizer, single: Single, make_ids: MakeIds, dial: Any, settled: Any
 ) -> None:
     """Exactly one end for each, tokens in order, and none after the end."""
     cases = _cases(tokenizer, single, make_ids)

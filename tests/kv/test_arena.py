@@ -29,6 +29,7 @@ def make(num_blocks: int = 10, extent_blocks: int = 4) -> Arena:
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
+    gc.collect()  # what earlier tests left
     before = len(os.listdir("/proc/self/fd"))
     with make() as made:
         yield made
