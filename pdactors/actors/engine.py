@@ -320,6 +320,8 @@ class EngineActor(Actor):
     def _on_pin(self, _sender: Member, message: Pin) -> None:
         """Lend what is still cached of a prefix, a shorter part if some was evicted."""
         blocks = self.pool.match(message.digests)
+        while blocks and self.engine.num_unreserved < 0:  # what is set aside for our own sequences is not lent
+            self.pool.free([blocks.pop()])
         segment = None
         if blocks:
             try:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import groupby
-
 from pdactors.actors.actor import ROUTER
 from pdactors.actors.engine import EngineActor
 from pdactors.actors.spec import ActorSpec
 from pdactors.engine.model import PagedModel
 from pdactors.engine.runner import Outcome
-from pdactors.engine.sequence import Sequence
 from pdactors.errors import Overloaded
-from pdactors.messages import KVHandle, Lease, Prefill, Prefilled, Segment
+from pdactors.messages import KVHandle, Lease, Prefill, Prefilled
 from pdactors.transport import Transport
 
 
@@ -36,28 +33,13 @@ class PrefillActor(EngineActor):
             node=self.spec.node,
             owner=self.spec.name,
             layout=self.spec.layout.fingerprint,
-            segments=self._segments(sequence, lease),
+            segments=sequence.table_segments(self.spec.name, lease),
             num_tokens=sequence.num_stored,
         )
         if sequence.segments:  # they stay ours until the request's end, so that their owner keeps the blocks
             self._behind[sequence.key] = sequence.leases
         self.engine.remove(sequence)
         self.tell(ROUTER, Prefilled(sequence.request, sequence.attempt, outcome.sampled.token_id, handle, self.clock()))
-
-    def _segments(self, sequence: Sequence, lease: Lease) -> tuple[Segment, ...]:
-        """Describe the table: our runs of blocks under `lease`, and what of the borrowed ones was used."""
-        table = sequence.blocks
-        found = []
-        for is_borrowed, run in groupby(enumerate(table), key=lambda item: item[1] in sequence.borrowed):
-            if not is_borrowed:
-                indices, blocks = zip(*run, strict=True)
-                found.append(Segment(self.spec.name, lease, indices[0], blocks))
-        for segment in sequence.segments:
-            used = [b for i, b in enumerate(segment.blocks, segment.start) if i < len(table) and table[i] == b]
-            if used:
-                first = table.index(used[0])
-                found.append(Segment(segment.owner, segment.lease, first, tuple(used)))
-        return tuple(found)
 
     def released(self, request: str, attempt: int) -> None:
         super().released(request, attempt)

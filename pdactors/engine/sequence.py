@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from pdactors.messages import KVHandle, Lease, Sampling, Segment
 
@@ -80,3 +81,14 @@ class Sequence:
         if start >= split:
             return self.tokens[start - split : stop - split]
         return [*self.prompt[start:], *self.tokens[: stop - split]]
+
+    def table_segments(self, owner: str, lease: Lease) -> tuple[Segment, ...]:
+        """Describe the table, run by run: our own blocks, lent by `owner` under `lease`, and what is borrowed."""
+        lenders = {block: (s.owner, s.lease) for s in self.segments for block in s.blocks}
+        found = []
+        for (name, under), run in groupby(
+            enumerate(self.blocks), key=lambda item: lenders[item[1]] if item[1] in self.borrowed else (owner, lease)
+        ):
+            indices, blocks = zip(*run, strict=True)
+            found.append(Segment(name, under, indices[0], blocks))
+        return tuple(found)

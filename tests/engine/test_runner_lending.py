@@ -138,6 +138,17 @@ def test_there_is_no_copying_out_without_room(make_rig):
     assert rig.tokens["a"] == rig.answer(rig.prompt(18), 3)
 
 
+def test_copies_take_nothing_that_is_set_aside(make_rig):
+    rig = make_rig(9)
+    sequence = rig.adopt("a", rig.prompt(18), 3)
+    rig.submit("b", rig.prompt(20, 1), 1)  # 5 blocks, 2 of them in the first step
+    rig.step()
+    assert (rig.pool.num_available, rig.engine.num_unreserved) == (6, 3)
+    assert not rig.engine.copy_out(sequence)
+    rig.drain()
+    assert rig.tokens == {"a": rig.answer(rig.prompt(18), 3), "b": rig.answer(rig.prompt(20, 1), 1)}
+
+
 def test_a_sequence_that_copied_out_can_be_preempted(make_rig):
     rig = make_rig(10)
     rig.submit("a", rig.prompt(4, 1), 20)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import groupby
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -227,14 +226,8 @@ class NodeMachine(RuleBasedStateMachine):
 
     def hand_over(self, unit: Unit, sequence: Sequence) -> None:
         lease = unit.loans.lend(sequence.key, sequence.own_blocks, self.now)
-        segments = []
-        owners = {block: s for s in sequence.segments for block in s.blocks}
-        table = [(i, block, owners.get(block)) for i, block in enumerate(sequence.blocks)]
-        for segment, run in groupby(table, key=lambda item: item[2]):
-            indices, blocks, _ = zip(*run, strict=True)
-            name, under = (segment.owner, segment.lease) if segment else (unit.name, lease)
-            segments.append(Segment(name, under, indices[0], blocks))
-        handle = KVHandle("n0", unit.name, LAYOUT.fingerprint, tuple(segments), sequence.num_stored)
+        segments = sequence.table_segments(unit.name, lease)
+        handle = KVHandle("n0", unit.name, LAYOUT.fingerprint, segments, sequence.num_stored)
         unit.behind[sequence.key] = sequence.leases
         unit.engine.remove(sequence)
         self.adopt(sequence, handle)

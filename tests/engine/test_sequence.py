@@ -71,3 +71,17 @@ def test_it_is_named_by_request_and_attempt():
 
 def test_two_sequences_are_never_equal():
     assert make() != make()
+
+
+def test_its_table_is_described_run_by_run_under_whoever_lends_it():
+    theirs, ours = Lease(7, 1), Lease(8, 1)
+    sequence = make()
+    sequence.segments = [Segment("d", theirs, 0, (100, 101, 102, 103))]
+    sequence.blocks = [100, 101, 7, 103, 8]
+    sequence.borrowed = {100, 101, 103}
+    assert sequence.table_segments("p", ours) == (
+        Segment("d", theirs, 0, (100, 101)),
+        Segment("p", ours, 2, (7,)),
+        Segment("d", theirs, 3, (103,)),
+        Segment("p", ours, 4, (8,)),
+    )
