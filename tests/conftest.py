@@ -16,12 +16,18 @@ import psutil
 import pytest
 import tokenizers
 import torch
+from hypothesis import HealthCheck, settings
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pdactors import Client, Cluster, launch
 from pdactors.actors.discovery import running
 from pdactors.errors import PDError
+
+# A shared machine can be slow at any moment; that fails no test.
+settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared")
+
 
 CORPUS = ["the cat sat on the mat", "what is the capital of France?", "naïve café über", "日本語のテキスト 😀😃"] * 8
 CHAT_TEMPLATE = (
