@@ -266,7 +266,7 @@ MODES: dict[str, dict[str, object]] = {
     "disaggregated": {},
     "colocated": {"cluster.mode": "colocated"},
 }
-SLOW_MODES = {"disaggregated", "colocated"}
+SLOW_MODES = {"chunked", "disaggregated", "colocated"}
 
 
 @pytest.fixture(
