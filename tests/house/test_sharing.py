@@ -101,9 +101,8 @@ def turns(real_model: Any) -> list[str]:
 def test_a_conversation_reuses_the_kv_of_its_earlier_turns(
     real: Cluster, turns: list[str], settled: Callable[[Cluster], Any]
 ) -> None:
-    """From the second turn on at least 0.9 of what came before; so the sixth begins as soon as the first."""
+    """From the second turn on at least 0.9 of what came before; a beginning that nobody has seen reuses next to nothing."""
     messages: list[dict[str, str]] = []
-    first_s = []
     num_before = 0
     with Client(real.zmq) as client:
         for text in turns:
@@ -113,11 +112,9 @@ def test_a_conversation_reuses_the_kv_of_its_earlier_turns(
             assert usage.prompt_tokens - num_before >= 200
             assert usage.cached_tokens >= 0.9 * num_before
             num_before = usage.prompt_tokens + usage.completion_tokens
-            first_s.append(answer.timing.ttft_ms)
             messages.append({"role": "assistant", "content": answer.text})
             settled(real)
         messages[0]["content"] = f"Well. {messages[0]['content']}"  # nobody has seen that beginning
         cold = client.generate(messages=messages[:-1], max_tokens=1)
     assert cold.usage.cached_tokens <= 64
-    assert first_s[-1] - first_s[0] < cold.timing.ttft_ms - first_s[-1], (first_s, cold.timing)
     settled(real)
