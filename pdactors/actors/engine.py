@@ -274,7 +274,7 @@ class EngineActor(Actor):
         else:
             named = self.loans.borrow(segment.lease, self.clock())
         sequence.segments.append(segment)
-        if not set(segment.blocks) <= set(named):
+        if segment.blocks != named and not set(segment.blocks) <= set(named):
             raise LeaseLost(f"lease {segment.lease.index} of {segment.owner} names other blocks than the message")
         sequence.lent.update(enumerate(segment.blocks, segment.start))
 

@@ -101,7 +101,7 @@ def turns(real_model: Any) -> list[str]:
 def test_a_conversation_reuses_the_kv_of_its_earlier_turns(
     real: Cluster, turns: list[str], settled: Callable[[Cluster], Any]
 ) -> None:
-    """From the second turn on at least 0.9 of what came before; a beginning that nobody has seen reuses next to nothing."""
+    """From the second turn on at least 0.9 of what came before; an unseen beginning reuses next to nothing."""
     messages: list[dict[str, str]] = []
     num_before = 0
     with Client(real.zmq) as client:
