@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta, Struct
 
+from pdactors.errors import PDError
 from pdactors.messages import (
     FinishReason,
     Logprobs,
@@ -116,6 +117,12 @@ class ErrorEvent(Event, frozen=True, tag="error"):
     code: str
     message: str
     retry_after_s: float | msgspec.UnsetType = msgspec.UNSET
+
+    @classmethod
+    def of(cls, id: RequestId | None, error: PDError) -> ErrorEvent:
+        """Say that a request, or with None the connection, ended with `error`."""
+        retry = msgspec.UNSET if error.retry_after_s is None else error.retry_after_s
+        return cls(id, error.code, error.message, retry)
 
 
 class AnswerEvent(Event, frozen=True, tag="answer"):

@@ -7,8 +7,6 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
-
 from pdactors.client_messages import (
     AnswerEvent,
     AnyEvent,
@@ -159,8 +157,7 @@ class ClientServer:
             self._gateway.cancel(request)
 
     def _fail(self, peer: Peer, id: RequestId | None, error: PDError) -> None:
-        retry = msgspec.UNSET if error.retry_after_s is None else error.retry_after_s
-        self._send(peer, ClientEvents((ErrorEvent(id, error.code, error.message, retry),)))
+        self._send(peer, ClientEvents((ErrorEvent.of(id, error),)))
 
     def _send(self, peer: Peer, message: Message) -> None:
         if self._listener is None:

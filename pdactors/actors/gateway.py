@@ -297,8 +297,7 @@ class Gateway(Actor):
         if self.answers.pop(answer.request, None) is None:
             return
         self.log.info("request failed", request=answer.request, code=error.code, reason=error.message)
-        retry = msgspec.UNSET if error.retry_after_s is None else error.retry_after_s
-        answer.sink(ErrorEvent(answer.id, error.code, error.message, retry))
+        answer.sink(ErrorEvent.of(answer.id, error))
 
     def _sweep(self) -> None:
         """End what the router should have ended long ago."""

@@ -260,8 +260,7 @@ class LineConnection:
             transport.abort()
 
     def _send_error(self, id: RequestId | None, error: PDError) -> None:
-        retry = msgspec.UNSET if error.retry_after_s is None else error.retry_after_s
-        self._send(encode_line(ErrorEvent(id, error.code, error.message, retry)))
+        self._send(encode_line(ErrorEvent.of(id, error)))
 
 
 class DotStuffing:
