@@ -247,16 +247,17 @@ class Engine:
         limit = (sequence.num_tokens - 1) // self._block_tokens
         if sequence.handle is None:
             self._extend_digests(sequence, limit)
+        has_own = bool(sequence.kept or sequence.digests)
         for i in range(limit):
-            own = self._own_block(sequence, i)
-            if own is not None:
-                self.pool.retain([own])
-                sequence.blocks.append(own)
-            elif i in sequence.lent:
-                sequence.blocks.append(sequence.lent[i])
-                sequence.borrowed.add(sequence.lent[i])
-            else:
+            own = self._own_block(sequence, i) if has_own else None
+            block = sequence.lent.get(i) if own is None else own
+            if block is None:
                 break
+            if own is None:
+                sequence.borrowed.add(block)
+            else:
+                self.pool.retain([block])
+            sequence.blocks.append(block)
         return len(sequence.blocks)
 
     def _own_block(self, sequence: Sequence, i: int) -> int | None:

@@ -250,7 +250,7 @@ class Dispatcher:
 
     def _num_readable(self, request: Request, view: EngineView) -> int:
         """Return how many leading blocks of the prompt that engine can read, or will have computed by then."""
-        under_way = self.requests.under_way.get(view.name, ())
+        under_way = self.requests.under_way.get(view.name, {}).values()
         return self.index.num_known(request.digests, {view.name, *self._neighbours(view.name)}, under_way)
 
     def _neighbours(self, name: str) -> set[str]:

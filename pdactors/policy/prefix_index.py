@@ -46,10 +46,13 @@ class PrefixIndex:
         self.remove(owner, list(self._digests.get(owner, ())))
         self._digests.pop(owner, None)
 
-    def num_known(self, digests: Sequence[bytes], owners: Collection[str], extra: Collection[bytes] = ()) -> int:
-        """Return how many leading blocks of a chain these owners hold together, or will: `extra` counts as held."""
+    def num_known(
+        self, digests: Sequence[bytes], owners: Collection[str], extra: Collection[Collection[bytes]] = ()
+    ) -> int:
+        """Return how many leading blocks of a chain these owners hold together, or will: in `extra` is what comes."""
         for count, digest in enumerate(digests):
-            if digest not in extra and not any(owner in owners for owner in self._owners.get(digest, ())):
+            is_held = any(owner in owners for owner in self._owners.get(digest, ()))
+            if not is_held and not any(digest in coming for coming in extra):
                 return count
         return len(digests)
 

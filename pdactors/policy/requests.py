@@ -10,7 +10,6 @@ QUEUED --place--> PREFILLING --prefilled--> WAITING --decode has room--> ADOPTIN
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -108,7 +107,7 @@ class RequestTable(Mapping[str, Request]):
         self.queued = Queue()
         self.waiting: dict[str, Queue] = {}  # by the prefill engine that holds the KV
         self.assigned: dict[str, Assigned] = {}
-        self.under_way: dict[str, Counter[bytes]] = {}  # digests that an engine's prompts contain, counted
+        self.under_way: dict[str, dict[str, frozenset[bytes]]] = {}  # engine -> request -> digests that it computes
         self._requests: dict[str, Request] = {}
 
     def __getitem__(self, name: str) -> Request:
@@ -206,11 +205,11 @@ class RequestTable(Mapping[str, Request]):
         assigned.num_requests += sign
         if request.stage in (Stage.PINNING, Stage.PREFILLING):
             assigned.num_tokens += sign * (len(request.ask.prompt) - request.num_cached)
-            under_way = self.under_way.setdefault(request.engine, Counter())
-            for digest in request.digests:
-                under_way[digest] += sign
-                if not under_way[digest]:
-                    del under_way[digest]
+            under_way = self.under_way.setdefault(request.engine, {})
+            if sign > 0:
+                under_way[request.ask.request] = frozenset(request.digests)
+            else:
+                del under_way[request.ask.request]
             if not under_way:
                 del self.under_way[request.engine]
         if not assigned.num_requests:
