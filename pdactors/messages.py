@@ -126,6 +126,7 @@ class Load(Struct, frozen=True, omit_defaults=True):
     num_preempted: int = 0
     prefill_use: PhaseUse = PhaseUse()
     decode_use: PhaseUse = PhaseUse()
+    way: str = ""  # how an engine computes its model, and why not on our kernels
 
 
 class LeaseInfo(Struct, frozen=True):

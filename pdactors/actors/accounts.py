@@ -76,6 +76,7 @@ def _actor(report: Report) -> dict[str, Any]:
             "leased_in": blocks.leased_in,
         },
         "step_ms": {"mean": step.mean, "p50": step.p50, "p99": step.p99},
+        "way": report.load.way,
         "use": {
             phase: {"flops_share": use.flops_share, "bandwidth_share": use.bandwidth_share}
             for phase, use in (("prefill", report.load.prefill_use), ("decode", report.load.decode_use))

@@ -1,7 +1,6 @@
 """What prefill, decode and worker share: an engine on the node's arena, stepped in one worker thread.
 
-What a message asks of a sequence is queued and takes effect between two steps, so the running step never sees a block
-change hands. The loop answers meanwhile.
+What a message asks of a sequence takes effect between two steps: no running step sees a block change hands.
 """
 
 from __future__ import annotations
@@ -73,6 +72,7 @@ class EngineActor(Actor):
             layout.num_blocks(spec.model.max_model_len),
             lambda message: self.tell(self.migrator, message),
         )
+        self.model = model
         model.bind(self.arena.payload(), layout)
         limits = EngineLimits(
             max_sequences=config.engine.max_batch,
@@ -118,7 +118,7 @@ class EngineActor(Actor):
         self.every(SWEEP_S, self._sweep)
         self.every(self.spec.config.kv.lease_s / 4, lambda: self.command(self._renew))
         self.spawn(self._serve())
-        self.log.info("engine ready", threads=self.spec.threads)
+        self.log.info("engine ready", threads=self.spec.threads, way=self.model.description)
 
     async def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

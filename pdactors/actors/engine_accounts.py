@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def load(actor: EngineActor) -> Load:
     """Describe what there is to do, what memory holds, and how steps went."""
-    engine = actor.engine
+    engine, model = actor.engine, actor.model
     sequences = [*engine.running, *engine.waiting]
     borrowed = {block for s in sequences for block in (s.borrowed or s.lent.values())}
     prefill, decode = actor.steps.uses()
@@ -34,6 +34,7 @@ def load(actor: EngineActor) -> Load:
         num_preempted=engine.num_preempted,
         prefill_use=prefill,
         decode_use=decode,
+        way=model.description,
     )
 
 

@@ -20,7 +20,8 @@ from pdactors.actors.__main__ import live
 from pdactors.actors.process import LastWords, NurserySpec, die_with_parent
 from pdactors.actors.spec import ActorSpec, decode_spec
 from pdactors.config.logging import configure, get_logger
-from pdactors.engine.model import PagedModel, load_model
+from pdactors.engine.load import load_model
+from pdactors.engine.model import PagedModel
 from pdactors.engine.shape import ModelDtype
 from pdactors.errors import PDError
 
@@ -37,12 +38,12 @@ def main() -> None:
     log.info("loading model", folder=spec.folder, dtype=spec.dtype)
     began = time.monotonic()
     try:
-        model = load_model(Path(spec.folder), cast(ModelDtype, spec.dtype), threads=1)
+        model = load_model(Path(spec.folder), cast(ModelDtype, spec.dtype), block_tokens=spec.block_tokens, threads=1)
     except PDError as error:
         log.error("the model cannot be served", code=error.code, reason=error.message)
         last_words.say(error.message)
         sys.exit(1)
-    log.info("model loaded", seconds=round(time.monotonic() - began, 1))
+    log.info("model loaded", seconds=round(time.monotonic() - began, 1), way=model.description)
     gc.collect()
     gc.freeze()  # what is here now is not looked at again, so that its pages stay shared
     with socket.socket(fileno=spec.socket) as asked:

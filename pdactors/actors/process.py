@@ -30,6 +30,7 @@ class NurserySpec(Struct, frozen=True):
     run_id: str
     folder: str
     dtype: str
+    block_tokens: int
     socket: int
     supervisor_pid: int
 
@@ -121,8 +122,8 @@ class Nursery:
     an engine is wanted.
     """
 
-    def __init__(self, run_id: str, folder: str, dtype: str, fds: Sequence[int]) -> None:
-        self._spec = NurserySpec(run_id, folder, dtype, -1, os.getpid())
+    def __init__(self, run_id: str, folder: str, dtype: str, block_tokens: int, fds: Sequence[int]) -> None:
+        self._spec = NurserySpec(run_id, folder, dtype, block_tokens, -1, os.getpid())
         self._fds = fds
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._lock = asyncio.Lock()

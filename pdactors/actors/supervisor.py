@@ -74,7 +74,9 @@ class Supervisor(Actor):
     ) -> None:
         super().__init__(spec, transport)
         fds = {fd for child in children for fd in msgspec.structs.astuple(child.fds) if fd >= 0}
-        self._nursery = Nursery(spec.run_id, spec.model.folder, spec.config.model.dtype, sorted(fds))
+        self._nursery = Nursery(
+            spec.run_id, spec.model.folder, spec.config.model.dtype, spec.layout.block_tokens, sorted(fds)
+        )
         self._children = {child.name: Child(child, self._nursery) for child in children}
         self._tell_ready = ready
         self._addresses = addresses

@@ -147,8 +147,8 @@ def summarise(times: Mapping[int, Sequence[float]], layout: KVLayout, limit_gb_s
 
 
 def tail_bytes(layout: KVLayout, num_tokens: int) -> int:
-    """Return what decode copies to adopt so many tokens: those of the block that is partly filled."""
-    return num_tokens % layout.block_tokens * layout.token_bytes
+    """Return what decode copies to adopt so many tokens: the block that is partly filled."""
+    return layout.block_bytes if num_tokens % layout.block_tokens else 0
 
 
 def copy_reference(size_bytes: int) -> Reference:

@@ -10,7 +10,9 @@ import click
 from pdactors.cli.options import config_options
 
 if TYPE_CHECKING:
+    from pdactors.bench.engine import DecodeCost, EngineBench, PrefillCost
     from pdactors.bench.kv import KVBench
+    from pdactors.engine.shape import ModelDtype
 
 
 @click.group("bench")
@@ -38,6 +40,50 @@ def kv(file: Path | None, sets: tuple[str, ...], rounds: int, seed: int, as_json
         click.echo(msgspec.json.encode(found))
     else:
         _show(found)
+
+
+@command.command("engine", epilog="Example:  pdactors bench engine --threads 2")
+@click.option("--model", default="smollm2-135m", show_default=True, help="As model.path of a cluster file.")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
+@click.option("--threads", type=click.IntRange(1, 1024), default=1, show_default=True, help="Compute threads.")
+@click.option("--rounds", type=click.IntRange(1, 1000), default=9, show_default=True, help="Steps of each kind.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def engine(model: str, dtype: ModelDtype, threads: int, rounds: int, as_json: bool) -> None:
+    """Time decode steps and prompts in one process, in turns with transformers and with the machine's limits."""
+    import msgspec
+
+    from pdactors.bench.engine import bench_engine
+    from pdactors.engine.store import progress_bar
+
+    with progress_bar() as progress:
+        found = bench_engine(model, dtype=dtype, threads=threads, rounds=rounds, progress=progress)
+    if as_json:
+        click.echo(msgspec.json.encode(found))
+    else:
+        _show_engine(found)
+
+
+def _show_engine(found: EngineBench) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    title = (
+        f"{found.model} {found.dtype} ({found.way}), {found.threads} threads; medians of {found.rounds} rounds; "
+        f"this machine reads {found.read_gb_s} GB/s and multiplies {found.gemm_tflop_s} TFLOP/s"
+    )
+    table = Table(title=title, title_justify="left")
+    for column in ("step", "ms", "attention ms", "transformers ms", "times", "limit ms", "of the limit"):
+        table.add_column(column, justify="right" if column != "step" else "left")
+    costs: list[tuple[str, DecodeCost | PrefillCost]]
+    costs = [(f"decode, batch {cost.batch}, context {cost.context}", cost) for cost in found.decode]
+    costs += [(f"prefill, {cost.tokens} tokens", cost) for cost in found.prefill]
+    for name, cost in costs:
+        faster, over = cost.transformers_ms / cost.ms, cost.ms / cost.limit_ms
+        times = f"{cost.ms:.1f}", f"{cost.attention_ms:.1f}", f"{cost.transformers_ms:.1f}", f"{faster:.2f}"
+        table.add_row(name, *times, f"{cost.limit_ms:.1f}", f"{over:.2f}")
+    console = Console()
+    console.print(table)
+    console.print(f"attention reads KV at {found.attention_read_ratio:.2f} of the machine's rate")
 
 
 def _show(found: KVBench) -> None:

@@ -60,15 +60,15 @@ def view(found: dict[str, Any]) -> Group:
     return Group(
         Text(f"run {found['run_id']}, {found['mode']}, model {found['model']}"),
         table,
-        *(Text(_use(actor), style="dim") for actor in found["actors"] if actor["use"]),
+        *(Text(_use(actor), style="dim") for actor in found["actors"] if actor["way"]),
         *(Text(f"{name} did not answer", style="red") for name in found["silent"]),
     )
 
 
 def _use(actor: dict[str, Any]) -> str:
-    """Say how much of the machine each phase of an engine uses."""
+    """Say how an engine computes, and how much of the machine each phase uses."""
     parts = [
         f"{phase} {use['flops_share']:.0%} of FLOP/s, {use['bandwidth_share']:.0%} of bandwidth"
         for phase, use in actor["use"].items()
     ]
-    return f"{actor['name']}: {'; '.join(parts)}"
+    return f"{actor['name']}: {'; '.join([actor['way'], *parts])}"

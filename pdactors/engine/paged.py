@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from pdactors.errors import InvariantError, ModelError
+from pdactors.engine.batch import Span, check_tables
+from pdactors.errors import ModelError
 
 ATTENTION_NAME = "pdactors_paged"
 
@@ -26,30 +25,6 @@ _IGNORED = frozenset(
     " output_attentions output_hidden_states output_router_logits past_key_values position_embeddings position_ids"
     " return_dict use_cache".split()
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Rows `start .. start + num_tokens` of a step: the last `num_tokens` tokens of a sequence.
-
-    After the step the sequence has `context_len` tokens, token t in slot `t % block_tokens` of block
-    `blocks[t // block_tokens]`. Only slots of the new tokens are written.
-    """
-
-    start: int
-    num_tokens: int
-    context_len: int
-    blocks: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class StepBatch:
-    """One step: the flattened new tokens of all sequences, and the rows whose logits are wanted."""
-
-    input_ids: Sequence[int]
-    positions: Sequence[int]
-    spans: Sequence[Span]
-    logit_rows: Sequence[int]
 
 
 @dataclass(slots=True)
@@ -70,49 +45,48 @@ class _SpanPlan:
 class PagedStep:
     """What the attention function needs of one step; computed once and used by every layer.
 
-    `arena` is `[blocks, layers, 2, kv_heads, block_tokens, head_dim]`.
+    `arena` is `[blocks, layers, 2, kv_heads, plane]`, the planes as `KVLayout` says.
     """
 
-    def __init__(self, arena: torch.Tensor, spans: Sequence[Span], num_rows: int) -> None:
+    def __init__(self, arena: torch.Tensor, block_tokens: int, spans: Sequence[Span], num_rows: int) -> None:
         """Check the spans' tables and turn them into slots.
 
         Raises:
             InvariantError: spans that do not tile the rows, a table too short or out of the arena, or one slot written
                 twice; nothing has been written then.
         """
-        self.arena = arena
+        num_blocks, self.block_tokens = len(arena), block_tokens
+        head_dim = arena.shape[-1] // block_tokens
+        # Both as [blocks, layers, kv_heads, block_tokens, head_dim], whatever lies in memory.
+        self.keys = arena[:, :, 0].view(*arena.shape[:2], arena.shape[3], block_tokens, head_dim)
+        self.values = arena[:, :, 1].view(*arena.shape[:2], arena.shape[3], head_dim, block_tokens).transpose(-1, -2)
         self.attention_s = 0.0  # spent in attention, all layers together
-        num_blocks, _, _, _, self.block_tokens, _ = arena.shape
-        self.spans: list[_SpanPlan] = []
-        slots: list[NDArray[np.int64]] = []
-        row = 0
-        for span in spans:
-            table = _checked_table(span, row, num_blocks, self.block_tokens)
-            row += span.num_tokens
-            tokens = np.arange(span.context_len - span.num_tokens, span.context_len)
-            slots.append(table[tokens // self.block_tokens] * self.block_tokens + tokens % self.block_tokens)
-            self.spans.append(_SpanPlan(span.start, row, span.context_len, torch.from_numpy(table)))
-        if row != num_rows:
-            raise InvariantError(f"spans cover {row} of the step's {num_rows} rows")
-        written = np.concatenate(slots) if slots else np.empty(0, np.int64)
-        if len(np.unique(written)) != len(written):
-            raise InvariantError("two rows of a step would be written to one slot")
+        tables = check_tables(spans, num_rows, num_blocks, block_tokens)
+        self.spans = [
+            _SpanPlan(span.start, span.start + span.num_tokens, span.context_len, torch.from_numpy(table))
+            for span, table in zip(spans, tables.blocks, strict=True)
+        ]
+        written = tables.slots
         self.slot_blocks = torch.from_numpy(written // self.block_tokens)
         self.slot_offsets = torch.from_numpy(written % self.block_tokens)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store the rows' K and V, `[kv_heads, rows, head_dim]`."""
-        for which, rows in ((0, key), (1, value)):
-            self.arena[:, layer, which][self.slot_blocks, :, self.slot_offsets] = rows.transpose(0, 1)
+        for memory, rows in ((self.keys, key), (self.values, value)):
+            memory[:, layer][self.slot_blocks, :, self.slot_offsets] = rows.transpose(0, 1)
 
     def gather(self, layer: int, span: _SpanPlan, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy K and V of tokens `first .. context_len` together, each `[kv_heads, tokens, head_dim]`.
 
         `first` is a multiple of block_tokens.
         """
-        view = self.arena[:, layer].permute(1, 2, 0, 3, 4)  # [2, kv_heads, blocks, block_tokens, head_dim]
-        both = view.index_select(2, span.blocks[first // self.block_tokens :]).flatten(2, 3)
-        return both[0, :, : span.context_len - first], both[1, :, : span.context_len - first]
+        blocks = span.blocks[first // self.block_tokens :]
+
+        def together(memory: torch.Tensor) -> torch.Tensor:
+            found = memory[:, layer].index_select(0, blocks).transpose(0, 1)
+            return found.flatten(1, 2)[:, : span.context_len - first]
+
+        return together(self.keys), together(self.values)
 
 
 def register() -> None:
@@ -240,16 +214,3 @@ def _mask(span: _SpanPlan, first: int, window: int | None, dtype: torch.dtype) -
             hidden |= columns <= rows - window
         span.masks[window] = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
     return span.masks[window]
-
-
-def _checked_table(span: Span, row: int, num_blocks: int, block_tokens: int) -> NDArray[np.int64]:
-    """Return the blocks that hold the span's context."""
-    if span.start != row or span.num_tokens < 1 or span.context_len < span.num_tokens:
-        raise InvariantError(f"span of {span.num_tokens} tokens at row {span.start} does not follow row {row}")
-    needed = -(-span.context_len // block_tokens)
-    table = np.asarray(span.blocks[:needed], dtype=np.int64)
-    if len(table) < needed:
-        raise InvariantError(f"{len(table)} blocks cannot hold a context of {span.context_len} tokens")
-    if table.min() < 0 or table.max() >= num_blocks:
-        raise InvariantError(f"block ids {table.min()} to {table.max()} leave the arena of {num_blocks} blocks")
-    return table

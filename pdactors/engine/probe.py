@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from pdactors.engine.paged import ATTENTION_NAME, Span, StepBatch, check_arguments
+from pdactors.engine.batch import Span, StepBatch
+from pdactors.engine.paged import ATTENTION_NAME, check_arguments
 from pdactors.engine.shape import ModelDtype, ModelShape
 from pdactors.errors import ModelError
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from pdactors.engine.paged import Span, StepBatch
+from pdactors.engine.batch import Span, StepBatch
 from pdactors.engine.sampling import Sampled, SampleRow, sample
 from pdactors.engine.sequence import Sequence
 from pdactors.kv.arena import Arena
@@ -149,7 +149,7 @@ class Engine:
         if sequence not in self.running or len(borrowed) > self.num_unreserved:
             return False
         for i, copy in zip(borrowed, self.pool.allocate(len(borrowed)), strict=True):
-            self.arena.copy_block(sequence.blocks[i], copy, self._block_tokens)
+            self.arena.copy_block(sequence.blocks[i], copy)
             sequence.blocks[i] = copy
         sequence.num_indexed = 0  # the copies can be found, too
         self.strip(sequence)
@@ -247,9 +247,8 @@ class Engine:
         limit = (sequence.num_tokens - 1) // self._block_tokens
         if sequence.handle is None:
             self._extend_digests(sequence, limit)
-        has_own = bool(sequence.kept or sequence.digests)
         for i in range(limit):
-            own = self._own_block(sequence, i) if has_own else None
+            own = self._own_block(sequence, i) if sequence.kept or sequence.digests else None
             block = sequence.lent.get(i) if own is None else own
             if block is None:
                 break
@@ -298,7 +297,7 @@ class Engine:
         full, tail = divmod(sequence.handle.num_tokens, self._block_tokens)
         if num_full == full:
             self._grow(sequence, 1)
-            self.arena.copy_block(sequence.tail_block, sequence.blocks[-1], tail)  # only owners write
+            self.arena.copy_block(sequence.tail_block, sequence.blocks[-1])  # only owners write
             sequence.num_stored += tail
 
     def _put_back(self, sequence: Sequence) -> None:

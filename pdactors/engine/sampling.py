@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from pdactors.errors import PDError
+from pdactors.kernels.choose import scan
 from pdactors.messages import Sampling, TopLogprob
 
 
@@ -44,11 +45,11 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
         raise ValueError(f"{len(rows)} rows to sample, but logits of shape {tuple(logits.shape)}")
     if not rows:
         return []
-    values: NDArray[np.float32] = logits.detach().to("cpu", torch.float32).numpy()
-    finite = np.isfinite(values).all(axis=1)
-    if not finite.all():
-        raise PDError(f"the model's logits are not finite in rows {np.flatnonzero(~finite).tolist()}")
-    best = values.argmax(axis=1)
+    values: NDArray[np.float32] = logits.detach().to("cpu", torch.float32).contiguous().numpy()
+    best = np.empty(len(rows), np.int64)
+    scan(values.reshape(-1), len(rows), values.shape[1], values.shape[1], best)
+    if best.min() < 0:
+        raise PDError(f"the model's logits are not finite in rows {np.flatnonzero(best < 0).tolist()}")
     return [_sample_row(values[i], int(best[i]), row) for i, row in enumerate(rows)]
 
 

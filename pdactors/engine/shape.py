@@ -43,6 +43,7 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    hidden_size: int
     vocab_size: int
     max_position: int  # positions are 0 .. max_position - 1
     eos_ids: tuple[int, ...]
@@ -74,6 +75,7 @@ class ModelShape:
             num_heads=num_heads,
             num_kv_heads=_int(path, config, _NUM_KV_HEADS, default=num_heads),
             head_dim=_int(path, config, ("head_dim",)),
+            hidden_size=_int(path, config, _HIDDEN),
             vocab_size=vocab_size,
             max_position=_max_position(path, config),
             eos_ids=_eos_ids(folder, config, vocab_size),

@@ -36,9 +36,9 @@ class _Phase:
 class StepLog:
     """Keeps the last steps of each phase.
 
-    Work is counted from the model's shape: 2 FLOPs per weight and token, 4 per head dimension, head, layer and token of
-    context; bytes are the weights once per step and each sequence's KV. So prefill shows a high share of the machine's
-    FLOP/s and decode one of its memory bandwidth.
+    Work is counted from the model's shape: 2 FLOPs per weight and token (those of the head only where logits are
+    wanted), 4 per head dimension, head, layer and token of context; bytes are the weights once per step and each
+    sequence's KV. So prefill shows a high share of the machine's FLOP/s and decode one of its memory bandwidth.
     """
 
     def __init__(
@@ -61,7 +61,9 @@ class StepLog:
         shape = self._shape
         attention = 4.0 * shape.head_dim * shape.num_heads * shape.num_layers * context
         phase.seconds.append(result.duration_s)
-        phase.flops.append(2.0 * shape.num_floats * num_tokens + attention)
+        head = shape.vocab_size * shape.hidden_size
+        products = (shape.num_floats - head) * num_tokens + head * len(step.batch.logit_rows)
+        phase.flops.append(2.0 * products + attention)
         phase.bytes.append(self._weight_bytes + self._kv_token_bytes * float(step.num_kv_tokens))
 
     def times(self) -> StepTimes:

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 KVDtype = Literal["bfloat16", "float16", "float32"]
 
-LAYOUT_VERSION = 1  # changes when the inner order of a block does
+LAYOUT_VERSION = 2  # changes when the inner order of a block does
 _ITEMSIZE: dict[KVDtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -16,7 +16,9 @@ _ITEMSIZE: dict[KVDtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 class KVLayout:
     """How one block holds `block_tokens` tokens of all layers.
 
-    A block is one run of bytes, `[layers, 2, kv_heads, block_tokens, head_dim]`; in the second axis 0 is K and 1 is V.
+    A block is one run of bytes, `[layers, 2, kv_heads, plane]`; in the second axis 0 is K, whose planes are
+    `[block_tokens, head_dim]`, and 1 is V, whose planes are `[head_dim, block_tokens]`: so both products of attention
+    read rows of a block as they lie.
 
     Raises:
         ValueError: a field is out of range.
@@ -51,9 +53,9 @@ class KVLayout:
         return self.token_bytes * self.block_tokens
 
     @property
-    def shape(self) -> tuple[int, int, int, int, int]:
-        """`[layers, 2, kv_heads, block_tokens, head_dim]`."""
-        return (self.num_layers, 2, self.num_kv_heads, self.block_tokens, self.head_dim)
+    def shape(self) -> tuple[int, int, int, int]:
+        """`[layers, 2, kv_heads, block_tokens * head_dim]`."""
+        return (self.num_layers, 2, self.num_kv_heads, self.block_tokens * self.head_dim)
 
     def num_blocks(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens` tokens."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pdactors.engine.paged import StepBatch
+from pdactors.engine.batch import StepBatch
 from pdactors.engine.runner import Engine, EngineLimits, Outcome, Step
 from pdactors.engine.sequence import Sequence
 from pdactors.kv.arena import Arena
@@ -42,7 +42,7 @@ class Scribe:
 
     def __init__(self, arena: Arena) -> None:
         # [blocks, layers, 2, kv_heads, block_tokens, head_dim]; every layer holds the same
-        self.kv = arena.payload().view(np.float32).reshape(arena.num_blocks, *LAYOUT.shape)
+        self.kv = arena.payload().view(np.float32).reshape(arena.num_blocks, *LAYOUT.shape[:3], BLOCK, -1)
         self.steps: list[list[int]] = []  # tokens computed for each span of each step
         self.written: set[int] = set()  # blocks
 

@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.mistral import modeling_mistral
 
 from pdactors.engine import paged
-from pdactors.engine.model import PagedModel, load_model
-from pdactors.engine.paged import Span, StepBatch
+from pdactors.engine.batch import Span, StepBatch
+from pdactors.engine.load import load_model
+from pdactors.engine.model import PagedModel
 from pdactors.errors import InvariantError, ModelError
 
 VOCAB = 97
@@ -172,7 +173,10 @@ def test_a_step_writes_only_the_slots_of_its_new_tokens(saved: Callable[[str], P
     sequence.done = 6
     before = payload.copy()
     model.forward(step_of([(sequence, 3)]))
-    changed = (payload != before).reshape(6, 3, 2, 2, 4, -1).any(axis=(1, 2, 3, 5))  # [blocks, block_tokens]
+    planes = (payload != before).view(np.uint8).reshape(6, 3, 2, 2, -1, 4)  # [blocks, layers, K or V, heads, plane]
+    keys = planes[:, :, 0].reshape(6, 3, 2, 4, -1).any(axis=(1, 2, 4))  # [blocks, block_tokens]
+    values = planes[:, :, 1].reshape(6, 3, 2, -1, 4, 4).any(axis=(1, 2, 3, 5))
+    changed = keys | values
     assert changed.nonzero()[0].tolist() == [1, 1, 3]
     assert changed.nonzero()[1].tolist() == [2, 3, 0]
 

@@ -12,12 +12,12 @@ OWN, LENT = range(32), range(32, 48)
 
 @pytest.fixture
 def copies(monkeypatch, rig):
-    """Take note of what is copied: source, target and number of tokens."""
+    """Take note of what is copied: source and target."""
     noted, copy_block = [], rig.arena.copy_block
 
-    def noting(src, dst, num_tokens):
-        noted.append((src, dst, num_tokens))
-        copy_block(src, dst, num_tokens)
+    def noting(src, dst):
+        noted.append((src, dst))
+        copy_block(src, dst)
 
     monkeypatch.setattr(rig.arena, "copy_block", noting)
     return noted
@@ -99,8 +99,7 @@ def test_copying_out_replaces_what_is_borrowed(rig, copies):
     rig.step(), rig.step()
     copies.clear()
     assert rig.engine.copy_out(sequence)
-    assert [(src, num_tokens) for src, _, num_tokens in copies] == [(block, BLOCK) for block in lent[1:4]]
-    assert [dst for _, dst, _ in copies] == sequence.blocks[1:4]
+    assert copies == list(zip(lent[1:4], sequence.blocks[1:4], strict=True))
     assert sequence.blocks[0] == kept[0]
     assert set(sequence.blocks) <= set(OWN)
     assert (sequence.borrowed, sequence.lent, sequence.kept, sequence.tail_block) == (set(), {}, {}, None)

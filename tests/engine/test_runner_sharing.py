@@ -12,12 +12,12 @@ OWN, LENT = range(32), range(32, 48)
 
 @pytest.fixture
 def copies(monkeypatch, rig):
-    """Take note of what is copied: source, target and number of tokens."""
+    """Take note of what is copied: source and target."""
     noted, copy_block = [], rig.arena.copy_block
 
-    def noting(src, dst, num_tokens):
-        noted.append((src, dst, num_tokens))
-        copy_block(src, dst, num_tokens)
+    def noting(src, dst):
+        noted.append((src, dst))
+        copy_block(src, dst)
 
     monkeypatch.setattr(rig.arena, "copy_block", noting)
     return noted
@@ -139,7 +139,7 @@ def test_an_adopted_table_has_kept_lent_and_copied_blocks(rig, copies):
     assert rig.pool.account().used == 2  # the sequence keeps them while it waits
     rig.engine.admit()
     assert sequence.blocks[:4] == [*kept, lent[2], lent[3]]
-    assert copies == [(lent[4], sequence.blocks[4], 2)]
+    assert copies == [(lent[4], sequence.blocks[4])]
     assert (sequence.num_stored, sequence.num_pending, sequence.num_cached) == (18, 1, 0)
     rig.drain()
     assert rig.tokens["a"] == rig.answer(prompt, 5)

@@ -45,7 +45,7 @@ def write_model(folder: Path, config: dict[str, Any] | None = None, generation: 
 
 def test_a_shape_is_read_from_the_folder(tmp_path: Path) -> None:
     shape = ModelShape.read(write_model(tmp_path))
-    assert shape == ModelShape("LlamaForCausalLM", 3, 4, 2, 16, 100, 128, (2,), 235, 106, 7)
+    assert shape == ModelShape("LlamaForCausalLM", 3, 4, 2, 16, 64, 100, 128, (2,), 235, 106, 7)
 
 
 def test_weight_bytes_follow_the_target_dtype(tmp_path: Path) -> None:

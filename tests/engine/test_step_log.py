@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from pdactors.engine.batch import Span, StepBatch
 from pdactors.engine.machine import Machine
-from pdactors.engine.paged import Span, StepBatch
 from pdactors.engine.runner import Step, StepResult
 from pdactors.engine.shape import ModelShape
 from pdactors.engine.step_log import NUM_STEPS, SLOW_LOG_PERIOD_S, StepLog
@@ -15,6 +15,7 @@ SHAPE = ModelShape(
     num_heads=4,
     num_kv_heads=2,
     head_dim=5,
+    hidden_size=3,
     vocab_size=100,
     max_position=64,
     eos_ids=(),
@@ -37,7 +38,12 @@ def make_step(*spans: tuple[int, int]) -> Step:
     for num_tokens, context_len in spans:
         planned.append(Span(start, num_tokens, context_len, ()))
         start += num_tokens
-    return Step([(None, span.num_tokens) for span in planned], StepBatch([0] * start, [0] * start, planned, []), [], [])
+    return Step(
+        [(None, span.num_tokens) for span in planned],
+        StepBatch([0] * start, [0] * start, planned, range(start)),
+        [],
+        [],
+    )
 
 
 def took(duration_s: float, attention_s: float = 0.0, sampling_s: float = 0.0) -> StepResult:
@@ -170,3 +176,11 @@ def test_steps_that_are_not_slow_do_not_hold_back_one_that_is():
     log = make_log()
     log.slow(make_step((1, 7)), took(0.01), 0.0, slow_ms=100, now=10.0)
     assert log.slow(make_step((1, 7)), took(0.5), 0.0, slow_ms=100, now=10.1) is not None
+
+
+def test_the_head_multiplies_only_the_rows_whose_logits_are_wanted():
+    log = make_log()
+    step = make_step((4, 4))
+    log.add(Step(step.portions, StepBatch([0] * 4, [0] * 4, step.batch.spans, [3]), [], []), took(0.25))
+    attention = ATTENTION * 4 * 2.5
+    assert log.uses()[0].flops_share == round((2 * (700 * 4 + 300) + attention) / 0.25 / 1e6, 4)

@@ -1,0 +1,196 @@
+"""The products of attention for a chunk of 32 tokens and 16 queries: on AMX tiles, or on registers.
+
+On tiles, O stays there from chunk to chunk where it fits (`head_dim` 64); otherwise, and on registers, it is in memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import njit, types
+from numba.extending import overload
+
+from pdactors.kernels import cpu
+from pdactors.kernels.pack import DEPTH, ROWS
+from pdactors.kernels.powers import exp2, exp2_coarse
+from pdactors.kernels.simd import LANES, fma, load, load_pair, load_scalar, splat, store
+from pdactors.kernels.tiles import tile_load, tile_multiply, tile_store, tile_zero
+
+_HELD = 4 * ROWS  # so many rows of O fit into tiles; there are four left for the products
+
+
+def score(arena: Any, keys: int, queries: Any, at: int, head_dim: int, out: Any, to: int) -> None:
+    """Write the products of 32 tokens' K with 16 queries, `[32, 16]`."""
+    raise NotImplementedError("only inside compiled code")
+
+
+def collect(source: Any, values: int, stride: int, weights: Any, at: int, head_dim: int, out: Any, to: int) -> None:
+    """Add 32 tokens' V, whose rows begin `stride` elements apart, weighted for 16 queries, to O `[head_dim, 16]`."""
+    raise NotImplementedError("only inside compiled code")
+
+
+def clear(source: Any, head_dim: int, out: Any, to: int) -> None:
+    """Set O to zero."""
+    raise NotImplementedError("only inside compiled code")
+
+
+def put_down(source: Any, head_dim: int, out: Any, to: int) -> None:
+    """Have O in memory."""
+    raise NotImplementedError("only inside compiled code")
+
+
+def take_up(source: Any, head_dim: int, out: Any, to: int) -> None:
+    """Go on with what was put down."""
+    raise NotImplementedError("only inside compiled code")
+
+
+def weigh(source: Any, score: Any) -> Any:
+    """Return two to the power of scores, as exactly as the dtype of `source` deserves."""
+    raise NotImplementedError("only inside compiled code")
+
+
+def _on_tiles(array: Any) -> bool:
+    return cpu.HAS_AMX and array.dtype == types.uint16
+
+
+@overload(weigh)
+def _weigh(source, score):
+    if source.dtype == types.uint16:
+        return lambda source, score: exp2_coarse(score)
+    return lambda source, score: exp2(score)
+
+
+@overload(score)
+def _score(arena, keys, queries, at, head_dim, out, to):
+    if _on_tiles(arena):
+
+        def on_tiles(arena, keys, queries, at, head_dim, out, to):
+            tile_zero(4)
+            tile_zero(5)
+            for i in range(0, head_dim, DEPTH):
+                tile_load(7, queries, at + i * LANES, DEPTH)
+                tile_load(6, arena, keys + i, head_dim)
+                tile_multiply(4, 6, 7)
+                tile_load(6, arena, keys + ROWS * head_dim + i, head_dim)
+                tile_multiply(5, 6, 7)
+            tile_store(4, out, to, LANES)
+            tile_store(5, out, to + ROWS * LANES, LANES)
+
+        return on_tiles
+
+    def on_registers(arena, keys, queries, at, head_dim, out, to):
+        for row in range(0, DEPTH, 8):
+            _eight_rows(arena, keys + row * head_dim, head_dim, head_dim, queries, at, out, to + row * LANES, False)
+
+    return on_registers
+
+
+@overload(collect)
+def _collect(source, values, stride, weights, at, head_dim, out, to):
+    if _on_tiles(source):
+
+        def on_tiles(source, values, stride, weights, at, head_dim, out, to):
+            tile_load(7, weights, at, DEPTH)
+            if head_dim == _HELD:
+                tile_load(4, source, values, stride)
+                tile_multiply(0, 4, 7)
+                tile_load(5, source, values + ROWS * stride, stride)
+                tile_multiply(1, 5, 7)
+                tile_load(6, source, values + 2 * ROWS * stride, stride)
+                tile_multiply(2, 6, 7)
+                tile_load(4, source, values + 3 * ROWS * stride, stride)
+                tile_multiply(3, 4, 7)
+                return
+            for row in range(0, head_dim, ROWS):
+                tile_load(4, out, to + row * LANES, LANES)
+                tile_load(6, source, values + row * stride, stride)
+                tile_multiply(4, 6, 7)
+                tile_store(4, out, to + row * LANES, LANES)
+
+        return on_tiles
+
+    def on_registers(source, values, stride, weights, at, head_dim, out, to):
+        for row in range(0, head_dim, 8):
+            _eight_rows(source, values + row * stride, stride, DEPTH, weights, at, out, to + row * LANES, True)
+
+    return on_registers
+
+
+@overload(clear)
+def _clear(source, head_dim, out, to):
+    holds = _on_tiles(source)
+
+    def implementation(source, head_dim, out, to):
+        for i in range(0, head_dim * LANES, LANES):
+            store(out, to + i, splat(0.0))
+        if holds:
+            take_up(source, head_dim, out, to)
+
+    return implementation
+
+
+@overload(put_down)
+def _put_down(source, head_dim, out, to):
+    if not _on_tiles(source):
+        return lambda source, head_dim, out, to: None
+
+    def on_tiles(source, head_dim, out, to):
+        if head_dim == _HELD:
+            tile_store(0, out, to, LANES)
+            tile_store(1, out, to + ROWS * LANES, LANES)
+            tile_store(2, out, to + 2 * ROWS * LANES, LANES)
+            tile_store(3, out, to + 3 * ROWS * LANES, LANES)
+
+    return on_tiles
+
+
+@overload(take_up)
+def _take_up(source, head_dim, out, to):
+    if not _on_tiles(source):
+        return lambda source, head_dim, out, to: None
+
+    def on_tiles(source, head_dim, out, to):
+        if head_dim == _HELD:
+            tile_load(0, out, to, LANES)
+            tile_load(1, out, to + ROWS * LANES, LANES)
+            tile_load(2, out, to + 2 * ROWS * LANES, LANES)
+            tile_load(3, out, to + 3 * ROWS * LANES, LANES)
+
+    return on_tiles
+
+
+@njit(nogil=True)
+def _eight_rows(a, begin, stride, depth, packed, at, out, to, keeps):
+    """Write, or add if it `keeps`, the products of eight rows of `a` with one column tile."""
+    zero = splat(0.0)
+    r0, r1, r2, r3, r4, r5, r6, r7 = zero, zero, zero, zero, zero, zero, zero, zero
+    if keeps:
+        r0, r1, r2, r3 = load(out, to), load(out, to + LANES), load(out, to + 2 * LANES), load(out, to + 3 * LANES)
+        r4, r5 = load(out, to + 4 * LANES), load(out, to + 5 * LANES)
+        r6, r7 = load(out, to + 6 * LANES), load(out, to + 7 * LANES)
+    for i in range(0, depth, 2):
+        even, odd = load_pair(packed, at + i * LANES)
+        x = begin + i
+        r0 = fma(splat(load_scalar(a, x + 1)), odd, fma(splat(load_scalar(a, x)), even, r0))
+        x += stride
+        r1 = fma(splat(load_scalar(a, x + 1)), odd, fma(splat(load_scalar(a, x)), even, r1))
+        x += stride
+        r2 = fma(splat(load_scalar(a, x + 1)), odd, fma(splat(load_scalar(a, x)), even, r2))
+        x += stride
+        r3 = fma(splat(load_scalar(a, x + 1)), odd, fma(splat(load_scalar(a, x)), even, r3))
+        x += stride
+        r4 = fma(splat(load_scalar(a, x + 1)), odd, fma(splat(load_scalar(a, x)), even, r4))
+        x += stride
+        r5 = fma(splat(load_scalar(a, x + 1)), odd, fma(splat(load_scalar(a, x)), even, r5))
+        x += stride
+        r6 = fma(splat(load_scalar(a, x + 1)), odd, fma(splat(load_scalar(a, x)), even, r6))
+        x += stride
+        r7 = fma(splat(load_scalar(a, x + 1)), odd, fma(splat(load_scalar(a, x)), even, r7))
+    store(out, to, r0)
+    store(out, to + LANES, r1)
+    store(out, to + 2 * LANES, r2)
+    store(out, to + 3 * LANES, r3)
+    store(out, to + 4 * LANES, r4)
+    store(out, to + 5 * LANES, r5)
+    store(out, to + 6 * LANES, r6)
+    store(out, to + 7 * LANES, r7)
