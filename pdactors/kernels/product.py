@@ -19,24 +19,23 @@ from pdactors.kernels.threads import share
 from pdactors.kernels.tiles import tile_load, tile_multiply, tile_store, tile_zero
 
 _TILE = ROWS * DEPTH
-STREAM = -1  # instead of a distance: the weights come from memory and are used once
-_AHEAD = 2 * _TILE  # how far before its use such a weight is asked for
+_AHEAD = 2 * _TILE  # how far before its use a weight is asked for that comes from memory
 _LOG2E = 1.4426950408889634
 
 
 def block_product(
-    a: Any, first: int, w: Any, at: int, depth: int, is_tall: bool, ahead: int, out: Any, base: int
+    a: Any, first: int, w: Any, at: int, depth: int, is_tall: bool, streams: bool, out: Any, base: int
 ) -> None:
     """Compute a block of results, float32 `[32, 32]` in `out` from `base` on: 32 rows of `a` (16 unless `is_tall`).
 
     `first` and `at` are where the row tile and the column tile begin, `depth` is the number of tiles along the inputs.
-    `ahead` is the distance to the rows that the next block takes, or `STREAM`.
+    If it `streams`, the weights come from memory and are used once: they are asked for ahead of their use.
     """
     raise NotImplementedError("only inside compiled code")
 
 
 @overload(block_product)
-def _block_product(a, first, w, at, depth, is_tall, ahead, out, base):
+def _block_product(a, first, w, at, depth, is_tall, streams, out, base):
     if cpu.HAS_AMX and a.dtype == types.uint16:
         return _on_tiles
     return _on_registers
@@ -48,7 +47,7 @@ def _ask_for_tile(array, begin):
         prefetch(array, begin + row * DEPTH)
 
 
-def _on_tiles(a, first, w, at, depth, is_tall, ahead, out, base):
+def _on_tiles(a, first, w, at, depth, is_tall, streams, out, base):
     second = first + depth * _TILE
     right = at + depth * _TILE
     tile_zero(0)
@@ -60,12 +59,9 @@ def _on_tiles(a, first, w, at, depth, is_tall, ahead, out, base):
             tile_load(4, a, first + k, DEPTH)
             tile_load(6, w, at + k, DEPTH)
             tile_load(7, w, right + k, DEPTH)
-            if ahead == STREAM:
+            if streams:
                 _ask_for_tile(w, at + k + _AHEAD)
                 _ask_for_tile(w, right + k + _AHEAD)
-            else:
-                _ask_for_tile(a, first + ahead + k)
-                _ask_for_tile(a, second + ahead + k)
             tile_multiply(0, 4, 6)
             tile_multiply(1, 4, 7)
             tile_load(5, a, second + k, DEPTH)
@@ -76,7 +72,7 @@ def _on_tiles(a, first, w, at, depth, is_tall, ahead, out, base):
     else:
         for k in range(0, depth * _TILE, _TILE):
             tile_load(4, a, first + k, DEPTH)
-            if ahead == STREAM:
+            if streams:
                 _ask_for_tile(w, at + k + _AHEAD)
                 _ask_for_tile(w, right + k + _AHEAD)
             tile_load(6, w, at + k, DEPTH)
@@ -87,7 +83,7 @@ def _on_tiles(a, first, w, at, depth, is_tall, ahead, out, base):
     tile_store(1, out, base + LANES, COLUMNS)
 
 
-def _on_registers(a, first, w, at, depth, is_tall, ahead, out, base):
+def _on_registers(a, first, w, at, depth, is_tall, streams, out, base):
     right = at + depth * _TILE
     for row in range(0, 2 * ROWS if is_tall else ROWS, 4):
         start = first + row // ROWS * depth * _TILE + row % ROWS * DEPTH
@@ -128,15 +124,12 @@ def multiply(a, rows, w, at, inputs, outputs, out, width, adds, block, base, thr
     """
     depth = inputs // DEPTH
     begin, end = share(outputs // COLUMNS, thread, threads)
-    ahead = 2 * depth * _TILE if rows > 2 * ROWS else STREAM
+    streams = rows <= 2 * ROWS
     for n in range(begin, end):
         left = n * COLUMNS
         for m in range(0, rows, 2 * ROWS):
             is_tall = rows - m > ROWS
-            for row in range(min(2 * ROWS, rows - m)):
-                prefetch(out, (m + row) * width + left)
-                prefetch(out, (m + row) * width + left + LANES)
-            block_product(a, m * inputs, w, at + left * inputs, depth, is_tall, ahead, block, base)
+            block_product(a, m * inputs, w, at + left * inputs, depth, is_tall, streams, block, base)
             for row in range(min(2 * ROWS, rows - m)):
                 source = base + row * COLUMNS
                 target = (m + row) * width + left
@@ -156,12 +149,12 @@ def multiply_gated(a, rows, w, at, inputs, outputs, out, depth_out, block, base,
     """
     depth = inputs // DEPTH
     begin, end = share(outputs // COLUMNS, thread, threads)
-    ahead = 2 * depth * _TILE if rows > 2 * ROWS else STREAM
+    streams = rows <= 2 * ROWS
     one, log2e, most = splat(1.0), splat(-_LOG2E), splat(126.0)
     for n in range(begin, end):
         for m in range(0, rows, 2 * ROWS):
             is_tall = rows - m > ROWS
-            block_product(a, m * inputs, w, at + n * COLUMNS * inputs, depth, is_tall, ahead, block, base)
+            block_product(a, m * inputs, w, at + n * COLUMNS * inputs, depth, is_tall, streams, block, base)
             for row in range(min(2 * ROWS, rows - m)):
                 gate = load(block, base + row * COLUMNS)
                 up = load(block, base + row * COLUMNS + LANES)
