@@ -22,7 +22,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pdactors import Client, Cluster, launch
 from pdactors.actors.discovery import running
+from pdactors.config.home import home as default_home
 from pdactors.errors import PDError
+from pdactors.kernels import warm
 
 # A shared machine can be slow at any moment; that fails no test.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -44,7 +46,8 @@ BASE = {
     "listen.tcp": "127.0.0.1:0",
     "listen.zmq": "tcp://127.0.0.1:0",
 }
-KEPT = {"models", "logs", "downloads"}  # what may stay in $PDACTORS_HOME
+KEPT = {"models", "logs", "downloads", "kernels"}  # what may stay in $PDACTORS_HOME
+KERNELS = default_home() / "kernels"  # compiled once for all tests
 
 
 # ---- Models --------
@@ -53,6 +56,7 @@ KEPT = {"models", "logs", "downloads"}  # what may stay in $PDACTORS_HOME
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights over a byte-level vocabulary, but for a few tokens whose successor is certain."""
+    warm.compile_all("float32")
     folder = tmp_path_factory.mktemp("tiny") / "tiny"
     backend = _tokenizer()
     folder.mkdir()
@@ -90,8 +94,8 @@ def _network(backend: tokenizers.Tokenizer) -> LlamaForCausalLM:
             hidden_size=64,
             intermediate_size=96,
             num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,  # heads of 32, so that our kernels compute it
             vocab_size=backend.get_vocab_size(),
             max_position_embeddings=MAX_POSITION,
             pad_token_id=None,
@@ -119,6 +123,7 @@ def real_model() -> Path:
     """SmolLM2-135M-Instruct, fetched if it is not cached."""
     from pdactors.engine import store
 
+    warm.compile_all("bfloat16")
     try:
         return store.resolve("smollm2-135m", fetch=True)
     except PDError as error:
@@ -130,8 +135,9 @@ def real_model() -> Path:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty $PDACTORS_HOME, for this process and those that it starts."""
+    """A $PDACTORS_HOME with nothing but the kernels, for this process and those that it starts."""
     folder = tmp_path / "home"
+    share_kernels(folder)
     monkeypatch.setenv("PDACTORS_HOME", str(folder))
     return folder
 
@@ -149,8 +155,17 @@ def launched(home: Path, sets: list[str]) -> Iterator[Cluster]:
     assert_clean(home)
 
 
+def share_kernels(home: Path) -> None:
+    """Have what was compiled found under this home, too."""
+    KERNELS.mkdir(exist_ok=True)
+    home.mkdir(parents=True, exist_ok=True)
+    if not (home / "kernels").exists():
+        (home / "kernels").symlink_to(KERNELS)
+
+
 @contextmanager
 def at_home(home: Path) -> Iterator[None]:
+    share_kernels(home)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PDACTORS_HOME", str(home))
         yield

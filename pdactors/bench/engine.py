@@ -227,7 +227,7 @@ def _reference_step(theirs: Any, ours: PagedModel, batch: int, context: int) -> 
     def run() -> None:
         with torch.inference_mode():
             theirs(input_ids=tokens, past_key_values=cache, use_cache=True).logits[:, -1].argmax(-1)
-            cache.crop(context - 1)
+            cache.crop(-1)
 
     return run
 

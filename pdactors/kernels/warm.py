@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import signal
 import sys
@@ -64,7 +65,12 @@ def main() -> None:
     """Compile for the dtype that is named."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.nice(_NICENESS)
-    compile_all(sys.argv[1])
+    folder = cpu.cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one at a time: the others find its work done
+        if not is_warm(sys.argv[1]):
+            compile_all(sys.argv[1])
 
 
 if __name__ == "__main__":
