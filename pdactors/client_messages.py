@@ -104,6 +104,7 @@ class TokenEvent(Event, frozen=True, tag="token"):
     token_id: int
     text: str
     logprobs: Logprob | msgspec.UnsetType = msgspec.UNSET
+    sampled_s: float | msgspec.UnsetType = msgspec.UNSET  # engine.stamp_tokens: on the engine's monotonic clock
 
 
 class DoneEvent(Event, frozen=True, tag="done"):

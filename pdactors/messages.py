@@ -191,6 +191,7 @@ class Token(Struct, frozen=True, omit_defaults=True):
     top: tuple[TopLogprob, ...] = ()
     prefill: PrefillPart | None = None
     decode: DecodePart | None = None
+    sampled_s: float | None = None  # if the configuration asks for it
 
 
 class Member(Struct, frozen=True, omit_defaults=True):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pdactors.actors.actor import Actor
 from pdactors.actors.discovery import remove_ready_file
-from pdactors.actors.process import LastWords, die_with_parent, is_orphan
+from pdactors.actors.process import LastWords, die_with_parent, is_orphan, pin
 from pdactors.actors.spec import ActorSpec, decode_spec
 from pdactors.config.logging import configure, get_logger
 from pdactors.errors import PDError
@@ -29,6 +29,7 @@ def main() -> NoReturn:
     # All are killed with their supervisor but for the gateway, which is told to stop, so that somebody is left to
     # remove the ready file.
     die_with_parent(spec.supervisor_pid, signal.SIGTERM if spec.role == "gateway" else signal.SIGKILL)
+    pin(spec.cores)
     live(spec, last_words)
 
 

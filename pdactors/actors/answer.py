@@ -106,6 +106,8 @@ class Answer:
         if token.logprob is not None:
             top = tuple(LogprobEntry(t.token_id, tokenizer.decode([t.token_id]), t.logprob) for t in token.top)
             event = msgspec.structs.replace(event, logprobs=Logprob(token.logprob, top))
+        if token.sampled_s is not None:
+            event = msgspec.structs.replace(event, sampled_s=token.sampled_s)
         self.sink(event)
 
     def _timing(self, now: float) -> Timing:

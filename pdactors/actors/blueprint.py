@@ -13,6 +13,7 @@ from pdactors.errors import ConfigError, PDError
 from pdactors.kv.layout import KVLayout
 from pdactors.messages import Role
 from pdactors.policy import extents
+from pdactors.policy.cores import assign_cores
 
 ENGINE_OVERHEAD_BYTES = 600 << 20  # libraries, activations and scratch of one engine process
 MAX_EXTENT_BLOCKS = 64
@@ -150,6 +151,8 @@ def plan_actors(run: Run, node: NodeSection, fds: Descriptors) -> list[ActorSpec
     ]
     threads = node.threads or max(1, (os.cpu_count() or 1) // max(1, len(engines)))
 
+    cores = assign_cores(engines, threads, sorted(os.sched_getaffinity(0)))
+
     def spec(name: str, role: Role, slot: int, own: Descriptors) -> ActorSpec:
         return ActorSpec(
             run_id=run.run_id,
@@ -168,6 +171,7 @@ def plan_actors(run: Run, node: NodeSection, fds: Descriptors) -> list[ActorSpec
             fds=own,
             num_engines=len(engines),
             threads=threads,
+            cores=cores.engines.get(name, cores.others),
             ready_file=run.ready_file,
         )
 

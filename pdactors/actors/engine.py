@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pdactors.actors import engine_accounts
 from pdactors.actors.actor import GATEWAY, ROUTER, Actor
 from pdactors.actors.extent_keeper import ExtentKeeper
+from pdactors.actors.process import pin
 from pdactors.actors.spec import ActorSpec
 from pdactors.engine.model import PagedModel
 from pdactors.engine.runner import Engine, EngineLimits, Outcome, Step
@@ -27,7 +28,6 @@ from pdactors.kv.prefix import cache_key
 from pdactors.messages import (
     CacheChanged,
     CopyOut,
-    DecodePart,
     Extents,
     Failed,
     Finished,
@@ -36,12 +36,10 @@ from pdactors.messages import (
     Pin,
     Pinned,
     Prefill,
-    PrefillPart,
     RecallExtents,
     Release,
     Report,
     Segment,
-    Token,
     Tokens,
 )
 from pdactors.transport import Transport
@@ -85,7 +83,7 @@ class EngineActor(Actor):
         self.steps = StepLog(
             model.shape, model.shape.weight_bytes_as(model.dtype), layout.token_bytes, model.machine, spec.threads
         )
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._thread = ThreadPoolExecutor(1, "engine", pin, (spec.cores,))
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = asyncio.Event()
         self._stalled_since: float | None = None
@@ -205,7 +203,7 @@ class EngineActor(Actor):
         """Send the step's tokens in one message, then move each sequence on."""
         if not outcomes:
             return
-        is_sent = self.tell(GATEWAY, Tokens(tuple(self._token(outcome) for outcome in outcomes)))
+        is_sent = self.tell(GATEWAY, Tokens(tuple(engine_accounts.token(self, outcome) for outcome in outcomes)))
         for outcome in outcomes:
             sequence = outcome.sequence
             if not is_sent:
@@ -215,27 +213,6 @@ class EngineActor(Actor):
                 self.tell(ROUTER, Finished(sequence.request, sequence.attempt, len(sequence.tokens)))
             else:
                 self.took(outcome)
-
-    def _token(self, outcome: Outcome) -> Token:
-        """Describe a token for the gateway; the first one of each phase says how the phase went."""
-        sequence, sampled = outcome.sequence, outcome.sampled
-        index = len(sequence.tokens) - 1
-        prefill = decode = None
-        if index == 0:
-            prefill = PrefillPart(sequence.num_cached, sequence.received_s, sequence.begin_s, self.clock())
-        elif index == 1 and sequence.handle is not None:
-            decode = DecodePart("lease", sequence.sent_s, sequence.adopted_s)
-        return Token(
-            sequence.request,
-            sequence.attempt,
-            index,
-            sampled.token_id,
-            finish=outcome.finish,
-            logprob=sampled.logprob,
-            top=sampled.top,
-            prefill=prefill,
-            decode=decode,
-        )
 
     def _tell_cache(self) -> None:
         """Let the router know what our prefix cache gained and lost."""

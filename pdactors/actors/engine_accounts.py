@@ -8,10 +8,11 @@ import msgspec
 
 from pdactors.actors.spec import ENGINES
 from pdactors.errors import InvariantError
-from pdactors.messages import LeaseInfo, Load, Report
+from pdactors.messages import DecodePart, LeaseInfo, Load, PrefillPart, Report, Token
 
 if TYPE_CHECKING:
     from pdactors.actors.engine import EngineActor
+    from pdactors.engine.runner import Outcome
 
 
 def load(actor: EngineActor) -> Load:
@@ -35,6 +36,29 @@ def load(actor: EngineActor) -> Load:
         prefill_use=prefill,
         decode_use=decode,
         way=model.description,
+    )
+
+
+def token(actor: EngineActor, outcome: Outcome) -> Token:
+    """Describe a token for the gateway; the first one of each phase says how the phase went."""
+    sequence, sampled = outcome.sequence, outcome.sampled
+    index = len(sequence.tokens) - 1
+    prefill = decode = None
+    if index == 0:
+        prefill = PrefillPart(sequence.num_cached, sequence.received_s, sequence.begin_s, actor.clock())
+    elif index == 1 and sequence.handle is not None:
+        decode = DecodePart("lease", sequence.sent_s, sequence.adopted_s)
+    return Token(
+        sequence.request,
+        sequence.attempt,
+        index,
+        sampled.token_id,
+        finish=outcome.finish,
+        logprob=sampled.logprob,
+        top=sampled.top,
+        prefill=prefill,
+        decode=decode,
+        sampled_s=actor.clock() if actor.spec.config.engine.stamp_tokens else None,
     )
 
 

@@ -171,6 +171,12 @@ class Nursery:
             self.process.send(signal.SIGKILL)
 
 
+def pin(cores: Sequence[int]) -> None:
+    """Have this thread, and those that it starts from now on, run on these cores only; any if there are none."""
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
 def become_subreaper() -> None:
     """Make this process the parent of its descendants' orphans."""
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

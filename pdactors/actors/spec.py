@@ -51,6 +51,7 @@ class ActorSpec(Struct, frozen=True):
     fds: Descriptors = Descriptors()
     num_engines: int = 1  # on this node, at launch
     threads: int = 1
+    cores: tuple[int, ...] = ()  # where an engine's steps run, or all of another actor; any if empty
     ready_file: str = ""
 
     def member(self, pid: int, address: str = "") -> Member:

@@ -209,7 +209,7 @@ class Supervisor(Actor):
             )
         names = {spec.name for spec in here}
         name = next(name for i in range(len(here) + 1) if (name := f"{node}/{role}-{i}") not in names)
-        return msgspec.structs.replace(migrator, name=name, role=role, slot=free[0])
+        return msgspec.structs.replace(migrator, name=name, role=role, slot=free[0], cores=())
 
     # ---- Readiness --------
 

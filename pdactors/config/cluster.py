@@ -68,6 +68,9 @@ class EngineSection(Section, frozen=True):
     slow_step_ms: Annotated[
         float, Meta(gt=0.0, le=600_000.0, description="a slower decode step is logged, at most once a second")
     ] = 100.0
+    stamp_tokens: Annotated[
+        bool, Meta(description="token events say when the engine sampled them (CLOCK_MONOTONIC), for debugging")
+    ] = False
 
 
 class KVSection(Section, frozen=True):

@@ -437,12 +437,17 @@ def test_a_stop_string_ends_the_text_before_it(cluster: Cluster, dial: Any, stop
 
 def test_a_stop_string_inside_one_token_and_across_two_is_found(cluster: Cluster, dial: Any) -> None:
     client = dial(cluster.tcp)
-    answer = client.ask(prompt="what is the capital of France?", max_tokens=30)
-    piece = next(token["text"] for token in answer.tokens if len(token["text"]) > 1 and token["text"].isascii())
+    prompt, answer, piece = next(
+        (prompt, answer, token["text"])
+        for prompt in map("text {}".format, range(30))
+        for answer in [client.ask(prompt=prompt, max_tokens=30)]
+        for token in answer.tokens
+        if len(token["text"]) > 1 and token["text"].isascii()
+    )
     inside = piece[1:]
     across = answer.text[2:6]
     for stop in (inside, across):
-        stopped = client.ask(prompt="what is the capital of France?", max_tokens=30, stop=stop)
+        stopped = client.ask(prompt=prompt, max_tokens=30, stop=stop)
         assert stopped.text == answer.text[: answer.text.find(stop)]
         assert stopped.end["finish_reason"] == "stop"
 

@@ -88,7 +88,13 @@ def test_the_documented_file_names_every_key_but_the_optional_ones() -> None:
     tables = tomllib.loads(DOCUMENTED)
     tables["node"] = tables["node"][0]
     left_out = {f"{name}.{key}" for name, fields in SECTIONS.items() for key in fields.keys() - tables[name].keys()}
-    assert left_out == {"cluster.drain_s", "security.token_file", "security.key_dir", "node.workers"}
+    assert left_out == {
+        "cluster.drain_s",
+        "engine.stamp_tokens",
+        "security.token_file",
+        "security.key_dir",
+        "node.workers",
+    }
 
 
 def test_set_overrides_the_environment_and_the_environment_overrides_the_file(file: Path) -> None:
