@@ -1,0 +1,80 @@
+"""Tokens per second of 1 and of 16 streams through the whole system, beside the bare engine's at that batch.
+
+    .venv/bin/python benchmarks/streams.py [--tokens 128] [--rounds 5]
+
+Starts a cluster (1 prefill, 1 decode) on free ports and reads streams over TCP; then measures `bench engine`'s decode
+step at the context that the streams had in the middle. Also says how old a token is when the client has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import statistics
+import time
+from typing import Any
+
+from pdactors import launch
+from pdactors.bench import engine as bench
+from pdactors.bench.free_ports import free_ports
+from pdactors.config.load import load
+
+PROMPT_TOKENS = 64
+
+
+def read_streams(address: str, count: int, tokens: int) -> tuple[float, list[float]]:
+    """Return tokens per second while all streams ran, and the tokens' ages in milliseconds."""
+    host, port = address.rsplit(":", 1)
+    times: dict[int, list[float]] = {i: [] for i in range(count)}
+    ages = []
+    with socket.create_connection((host, int(port))) as connection, connection.makefile("rb") as lines:
+        for i in range(count):
+            ids = [1000 + 7 * i + n for n in range(PROMPT_TOKENS)]
+            request = {"id": i, "prompt_token_ids": ids, "max_tokens": tokens, "ignore_eos": True}
+            connection.sendall(json.dumps(request).encode() + b"\n")
+        ended = 0
+        while ended < count:
+            event: dict[str, Any] = json.loads(lines.readline())
+            now = time.monotonic()
+            if event["event"] == "token":
+                times[event["id"]].append(now)
+                ages.append((now - event["sampled_s"]) * 1000)
+            else:
+                assert event["event"] == "done", event
+                ended += 1
+    begin, end = max(stamps[1] for stamps in times.values()), min(stamps[-1] for stamps in times.values())
+    inside = sum(begin < stamp <= end for stamps in times.values() for stamp in stamps)
+    return inside / (end - begin), ages
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    sets = ["engine.stamp_tokens=true"]
+    bench.PROMPTS, bench.BATCHES, bench.CONTEXTS = (), (1, 16), (PROMPT_TOKENS + options.tokens // 2,)
+    found: dict[int, list[float]] = {1: [], 16: []}
+    alone: dict[int, list[float]] = {1: [], 16: []}
+    ages: list[float] = []
+    for _ in range(options.rounds):
+        with launch(sets=[*sets, *free_ports(load(None, sets=sets))]) as cluster:
+            read_streams(cluster.tcp, 1, 16)
+            for count in found:
+                rate, age = read_streams(cluster.tcp, count, options.tokens)
+                found[count].append(rate)
+                ages += age if count == 1 else []
+        for cost in bench.bench_engine("smollm2-135m", rounds=9).decode:
+            alone[cost.batch].append(cost.batch * 1000 / cost.ms)
+    for count, rates in found.items():
+        ratio = statistics.median(a / b for a, b in zip(rates, alone[count], strict=True))
+        print(
+            f"{count} streams: {statistics.median(rates):.1f} tokens/s, engine alone "
+            f"{statistics.median(alone[count]):.1f}, ratio {ratio:.2f}"
+        )
+    print(f"engine to client, one stream: {statistics.median(ages):.3f} ms at the median")
+
+
+if __name__ == "__main__":
+    main()
