@@ -49,6 +49,24 @@ def leaks(survey: Surveyed) -> dict[str, Any]:
     }
 
 
+def lasting(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """Return what both `leaks` answers found: what was on its way back when the first was asked is no leak."""
+
+    def names(found: list[Any]) -> list[Any]:
+        return [
+            {k: v for k, v in item.items() if k != "expires_s"} if isinstance(item, dict) else item for item in found
+        ]
+
+    both: dict[str, Any] = {}
+    for what, found in later.items():
+        if isinstance(found, list):
+            known = names(earlier[what])
+            both[what] = [item for item, name in zip(found, names(found), strict=True) if name in known]
+        else:
+            both[what] = min(found, earlier[what])
+    return both
+
+
 def is_clean(found: dict[str, Any]) -> bool:
     """Say whether a `leaks` answer found nothing."""
     return not any(found.values())

@@ -55,6 +55,7 @@ from pdactors.transport import Transport
 LONG_TEXT = 20_000  # characters that are tokenised aside, so that the loop goes on
 ROUTER_GRACE_S = 5.0  # what the router gets beyond a request's own limit to say that it is over
 ASK_TIMEOUT_S = 15.0  # more than a fork of an engine takes
+LOOK_AGAIN_S = 0.5  # after a first finding, which may just be on its way back
 
 
 class Gateway(Actor):
@@ -142,7 +143,13 @@ class Gateway(Actor):
         found = await self._question(Inspect)
         assert isinstance(found, Surveyed)
         if what == "leaks":
-            return accounts.leaks(found)
+            leaks = accounts.leaks(found)
+            if not accounts.is_clean(leaks):
+                await asyncio.sleep(LOOK_AGAIN_S)
+                again = await self._question(Inspect)
+                assert isinstance(again, Surveyed)
+                leaks = accounts.lasting(leaks, accounts.leaks(again))
+            return leaks
         return accounts.status(self.spec.run_id, self.spec.config.cluster.mode, self.spec.model.name, found)
 
     async def drain(self, actor: str) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def test_the_status_table_cuts_no_number_of_a_busy_cluster(
     actors = [
         {
             "name": name, "rack": "r0", "state": "draining", "pid": 4194304, "running": 32, "waiting": 1024,
-            "kv_blocks": blocks, "step_ms": {"p50": 123.4}, "use": {},
+            "kv_blocks": blocks, "step_ms": {"p50": 123.4}, "use": {}, "way": "lean",
         }
         for name in ("n0/prefill-0", "a-node-with-a-long-name/decode-12")
     ]  # fmt: skip
