@@ -24,6 +24,7 @@ from pdactors.engine.model import PagedModel
 from pdactors.engine.sampling import SampleRow, sample
 from pdactors.engine.shape import ModelDtype, ModelShape
 from pdactors.kernels import stream
+from pdactors.kernels.pack import zeros
 from pdactors.messages import Sampling
 
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -184,7 +185,8 @@ def _bind(model: PagedModel, num_tokens: int, count: int) -> list[range]:
     """Give the model an arena for `count` sequences of so many tokens; return their tables."""
     layout = model.layout_for(_BLOCK_TOKENS)
     per_sequence = layout.num_blocks(num_tokens)
-    model.bind(np.zeros((count * per_sequence, layout.block_bytes), np.uint8), layout)
+    arena = zeros(count * per_sequence * layout.block_bytes, np.uint8).reshape(-1, layout.block_bytes)
+    model.bind(arena.view(np.uint8), layout)
     return [range(i * per_sequence, (i + 1) * per_sequence) for i in range(count)]
 
 

@@ -16,7 +16,7 @@ from pdactors.engine.shape import ModelDtype, ModelShape
 from pdactors.errors import InvariantError
 from pdactors.kernels import attention, cpu
 from pdactors.kernels import forward as kernel
-from pdactors.kernels.pack import COLUMNS, ROWS, padded, tiled_size
+from pdactors.kernels.pack import COLUMNS, ROWS, padded, tiled_size, zeros
 from pdactors.kernels.simd import LANES
 from pdactors.kv.layout import KVLayout
 
@@ -34,7 +34,7 @@ class Decoder(PagedModel):
         self._num_blocks = 0
         self._sizes = self._model.sizes
         self._num_rows = self._num_tiles = 0
-        self._logits = np.zeros(0, np.float32)
+        self._logits = zeros(0, np.float32)
         self._clock = np.zeros(kernel.NUM_CLOCKS, np.int64)
         self._tile_shapes = cpu.tile_shapes()
         self._threads = 0
@@ -51,8 +51,8 @@ class Decoder(PagedModel):
     def use_threads(self, count: int) -> None:
         self._threads = max(1, count)
         head_dim = self.shape.head_dim
-        self._floats = np.zeros(self._threads * max(attention.scratch_floats(head_dim), 2 * ROWS * COLUMNS), np.float32)
-        self._elements = np.zeros(self._threads * attention.scratch_elements(head_dim), self._dtype)
+        self._floats = zeros(self._threads * max(attention.scratch_floats(head_dim), 2 * ROWS * COLUMNS), np.float32)
+        self._elements = zeros(self._threads * attention.scratch_elements(head_dim), self._dtype)
         self._barrier = np.zeros(1, np.int64)
         self._pool = ThreadPoolExecutor(self._threads - 1, "compute") if self._threads > 1 else None
 
@@ -125,14 +125,14 @@ class Decoder(PagedModel):
         heads, kv_heads, head_dim = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
         if num_rows > self._num_rows:
             self._num_rows = rows = max(num_rows, min(2 * self._num_rows, _MAX_SPARE), 2 * ROWS)
-            self._x = np.zeros(rows * hidden, np.float32)
-            self._qkv = np.zeros(rows * (heads + 2 * kv_heads) * head_dim, np.float32)
-            self._normed = np.zeros(tiled_size(rows, hidden), self._dtype)
-            self._attended = np.zeros(tiled_size(rows, heads * head_dim), self._dtype)
-            self._gated = np.zeros(tiled_size(rows, inner), self._dtype)
+            self._x = zeros(rows * hidden, np.float32)
+            self._qkv = zeros(rows * (heads + 2 * kv_heads) * head_dim, np.float32)
+            self._normed = zeros(tiled_size(rows, hidden), self._dtype)
+            self._attended = zeros(tiled_size(rows, heads * head_dim), self._dtype)
+            self._gated = zeros(tiled_size(rows, inner), self._dtype)
         if num_tiles > self._num_tiles:
             self._num_tiles = max(num_tiles, min(2 * self._num_tiles, _MAX_SPARE))
-            self._queries = np.zeros(kv_heads * self._num_tiles * head_dim * LANES, self._dtype)
+            self._queries = zeros(kv_heads * self._num_tiles * head_dim * LANES, self._dtype)
         num_logits = num_wanted * padded(self.shape.vocab_size, LANES)
         if num_logits > len(self._logits):
-            self._logits = np.zeros(num_logits, np.float32)
+            self._logits = zeros(num_logits, np.float32)

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from pdactors.engine.shape import ModelDtype, ModelShape, weights_files
 from pdactors.errors import ModelError
 from pdactors.kernels import forward
-from pdactors.kernels.pack import DEPTH, ROWS, pack, packed_size
+from pdactors.kernels.pack import DEPTH, ROWS, pack, packed_size, zeros
 from pdactors.kernels.simd import LANES
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -98,7 +98,7 @@ def read_weights(folder: Path, shape: ModelShape, dtype: ModelDtype, config: Any
     attention, qkv = heads * head_dim, (heads + 2 * kv_heads) * head_dim
     matrices = [packed_size(qkv, hidden), packed_size(hidden, attention), packed_size(2 * inner, hidden)]
     matrices.append(packed_size(hidden, inner))
-    packed = np.zeros(shape.num_layers * sum(matrices) + packed_size(vocab, hidden), _DTYPES[dtype])
+    packed = zeros(shape.num_layers * sum(matrices) + packed_size(vocab, hidden), _DTYPES[dtype])
     places = np.full((shape.num_layers + 1, forward.NUM_PLACES), -1, np.int64)
     vectors: list[NDArray[np.float32]] = []
     filled = 0

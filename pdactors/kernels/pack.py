@@ -12,12 +12,25 @@ A *tiled* matrix is the left-hand side, rows by inputs: [rows / 16, inputs / 32,
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 ROWS = 16  # of a tile
 DEPTH = 32  # inputs of a tile
 COLUMNS = 32  # outputs that a product computes at once: two column tiles
+
+
+LINE_BYTES = 64  # of the cache; a tile's row is one, and costs twice as much or more where it straddles two
+
+
+def zeros(size: int, dtype: DTypeLike) -> NDArray[Any]:
+    """Return a flat array of zeros that begins at a cache line."""
+    spare = LINE_BYTES // np.dtype(dtype).itemsize
+    array = np.zeros(size + spare, dtype)
+    begin = -array.ctypes.data % LINE_BYTES // array.itemsize
+    return array[begin : begin + size]
 
 
 def padded(size: int, to: int) -> int:
