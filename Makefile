@@ -24,13 +24,13 @@ test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow --timeout 1800
 
 check: $(READY)
-	$(BIN)/ruff format --check pdactors tests
-	$(BIN)/ruff check pdactors tests
+	$(BIN)/ruff format --check pdactors tests benchmarks
+	$(BIN)/ruff check pdactors tests benchmarks
 	$(BIN)/mypy
 
 format: $(READY)
-	$(BIN)/ruff format pdactors tests
-	$(BIN)/ruff check --fix pdactors tests
+	$(BIN)/ruff format pdactors tests benchmarks
+	$(BIN)/ruff check --fix pdactors tests benchmarks
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -90,20 +90,21 @@ def _fade(arena, head_dim, floats, sums, fade):
 
 @njit(nogil=True)
 def _probabilities(
-    arena, near_keys, near_values, head_dim, block_tokens, floats, scores, factor, top, elements, weights
+    arena, streams, near_keys, near_values, head_dim, block_tokens, floats, scores, factor, top, elements, weights
 ):
     """Write two to the power of the scaled scores less `top` as pair lines; return their sums.
 
-    Meanwhile ask for a chunk that is wanted soon.
+    If the KV `streams` from memory, ask for a chunk that is wanted soon meanwhile.
     """
     per_line = 64 // arena.itemsize
     total0, total1, low = splat(0.0), splat(0.0), splat(0.0) - top
     for row in range(0, DEPTH, 2):
-        for i in range(0, 2 * head_dim, per_line):
-            prefetch(arena, near_keys + row * head_dim + i)
-        for i in range(row * head_dim // DEPTH, (row + 2) * head_dim // DEPTH):
-            for j in range(0, DEPTH, per_line):
-                prefetch(arena, near_values + i * block_tokens + j)
+        if streams:
+            for i in range(0, 2 * head_dim, per_line):
+                prefetch(arena, near_keys + row * head_dim + i)
+            for i in range(row * head_dim // DEPTH, (row + 2) * head_dim // DEPTH):
+                for j in range(0, DEPTH, per_line):
+                    prefetch(arena, near_values + i * block_tokens + j)
         even = weigh(arena, fma(load(floats, scores + row * LANES), factor, low))
         odd = weigh(arena, fma(load(floats, scores + (row + 1) * LANES), factor, low))
         total0, total1 = total0 + even, total1 + odd
@@ -145,6 +146,7 @@ def attend(
     seen = load(floats, scores)
     least, most = past + first // group + 1, past + (first + num_columns - 1) // group + 1
     last = (most - 1) // DEPTH * DEPTH
+    streams = num_columns < LANES  # a prompt's KV is near already
     top, total, factor = splat(_NEVER), splat(0.0), splat(scale)
     clear(arena, head_dim, floats, sums)
     at_keys, at_values = _chunk(table, num_table, 0, block_tokens, block_stride, head_dim, keys, values)
@@ -169,7 +171,8 @@ def attend(
             if token:
                 _fade(arena, head_dim, floats, sums, fade)
         total = total + _probabilities(
-            arena, near_keys, near_values, head_dim, block_tokens, floats, scores, factor, top, elements, weights
+            arena, streams, near_keys, near_values, head_dim, block_tokens, floats, scores, factor, top, elements,
+            weights,
         )
         if token + DEPTH <= context:
             collect(arena, values_now, block_tokens, elements, weights, head_dim, floats, sums)
