@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 
 from pdactors.engine.decoder import Decoder
 from pdactors.engine.machine import measure
 from pdactors.engine.model import PagedModel, Way
 from pdactors.engine.shape import ModelDtype, ModelShape
-from pdactors.engine.transformers_model import load_with_transformers
+from pdactors.engine.transformers_model import load_with_transformers, read_config
 from pdactors.engine.warming import WarmingModel, start_compiling
 from pdactors.engine.weights import objection, read_weights
 from pdactors.errors import ModelError
@@ -56,8 +55,7 @@ def load_model(
 
 
 def _decoder(folder: Path, shape: ModelShape, dtype: ModelDtype, threads: int) -> Decoder:
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    model = Decoder(shape, read_weights(folder, shape, dtype, config), dtype, measure(dtype))
+    model = Decoder(shape, read_weights(folder, shape, dtype, read_config(folder)), dtype, measure(dtype))
     model.use_threads(threads)
     return model
 

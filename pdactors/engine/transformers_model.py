@@ -30,7 +30,7 @@ _DTYPES: dict[ModelDtype, torch.dtype] = {
 }
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
 # What transformers raises for folders and architectures that it cannot load.
-_LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError)
+LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError)
 
 
 class TransformersModel(PagedModel):
@@ -106,12 +106,24 @@ def load_with_transformers(
     return paged
 
 
+def read_config(folder: Path) -> Any:
+    """Return transformers' configuration of a model.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except LOAD_ERRORS as error:
+        raise ModelError(f"{folder}: transformers cannot read this model's config: {error}") from error
+
+
 def _refuse_unsupported(folder: Path) -> None:
     """Refuse by config what need not be loaded to be refused."""
+    config = read_config(folder)
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         text = config.get_text_config(decoder=True)
-    except _LOAD_ERRORS as error:
+    except LOAD_ERRORS as error:
         raise ModelError(f"{folder}: transformers cannot read this model's config: {error}") from error
     name = config.model_type
     if config.is_encoder_decoder:
@@ -137,7 +149,7 @@ def _load_weights(folder: Path, dtype: torch.dtype) -> Any:
                 use_safetensors=True,
                 output_loading_info=True,
             )
-    except _LOAD_ERRORS as error:
+    except LOAD_ERRORS as error:
         raise ModelError(f"{folder}: transformers cannot load this model with paged attention: {error!r}") from error
     absent = sorted(info["missing_keys"])
     if absent:  # transformers fills them with random numbers

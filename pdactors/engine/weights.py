@@ -90,7 +90,7 @@ def read_weights(folder: Path, shape: ModelShape, dtype: ModelDtype, config: Any
     """Read and pack the weights of a model that has no `objection`; `config` is transformers'.
 
     Raises:
-        ModelError: a tensor is missing or has another shape.
+        ModelError: a tensor is missing or has another shape, or the rotation is not to be had.
     """
     reader = _Reader(folder, dtype)
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, shape.head_dim
@@ -153,8 +153,15 @@ def read_weights(folder: Path, shape: ModelShape, dtype: ModelDtype, config: Any
 
 
 def _rotations(config: Any, shape: ModelShape) -> NDArray[np.float32]:
-    """Return cosines and sines by position, with transformers' own frequencies."""
-    rope: Any = LlamaRotaryEmbedding(config)
+    """Return cosines and sines by position, with transformers' own frequencies.
+
+    Raises:
+        ModelError: the configuration does not say them.
+    """
+    try:
+        rope: Any = LlamaRotaryEmbedding(config)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise ModelError(f"rope_parameters {config.rope_parameters}: {error!r}") from error
     angles = torch.arange(shape.max_position, dtype=torch.float32)[:, None] * rope.inv_freq.float()
     both = torch.cat([angles.cos(), angles.sin()], 1) * rope.attention_scaling
     values: NDArray[np.float32] = both.to(torch.float32).numpy().ravel()

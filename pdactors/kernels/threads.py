@@ -8,6 +8,8 @@ from numba.extending import intrinsic
 
 from pdactors.kernels.simd import I64, emit_address, emit_call
 
+_PATIENCE = 1024  # rounds of waiting before the core is offered to others: more threads than cores may be at work
+
 
 @intrinsic
 def add_atomically(typingctx, array, index, value):
@@ -32,6 +34,17 @@ def pause(typingctx):
 
 
 @intrinsic
+def give_way(typingctx):
+    """Let another thread have this core, if one waits for it."""
+
+    def codegen(context, builder, signature, values):
+        emit_call(builder, "sched_yield", ir.IntType(32), [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
 def cycles(typingctx):
     """Return the CPU's time-stamp counter."""
 
@@ -47,8 +60,12 @@ def meet(barrier, threads):
     if threads > 1:
         ticket = add_atomically(barrier, 0, 1)
         goal = (ticket // threads + 1) * threads
+        rounds = 0
         while add_atomically(barrier, 0, 0) < goal:
             pause()
+            rounds += 1
+            if rounds % _PATIENCE == 0:
+                give_way()
 
 
 @njit(nogil=True)

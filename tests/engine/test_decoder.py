@@ -171,7 +171,7 @@ def test_a_prompts_cut_and_its_company_change_no_bit(saved: Callable[[str], Path
     assert (payload[blocks] == stored).all()
 
 
-@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("threads", [2, 3, 5])
 def test_the_number_of_threads_changes_no_bit(llama: Path, threads: int) -> None:
     model = load_model(llama, "bfloat16", way="lean")
     bind(model, 8)
@@ -252,6 +252,16 @@ def test_weights_that_do_not_fit_are_refused_by_name(llama: Path, tmp_path: Path
         del tensors[name]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=name.replace(".", r"\.")):
+        load_model(tmp_path, "float32", way="lean")
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "yarn", "rope_theta": 1e4}, {"rope_type": "linear", "rope_theta": "x"}])
+def test_a_rotation_that_is_not_described_is_refused(llama: Path, tmp_path: Path, rope: dict[str, Any]) -> None:
+    for file in llama.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((llama / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+    with pytest.raises(ModelError):
         load_model(tmp_path, "float32", way="lean")
 
 
