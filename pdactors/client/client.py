@@ -1,4 +1,4 @@
-"""`AsyncClient` and `Client`: the client library, over the gateway's ZeroMQ socket.
+"""`AsyncClient`: the client library for asyncio programs, over the gateway's ZeroMQ socket.
 
 Leaving a stream early, or closing the client, cancels. Every failure is a `PDError`; its kinds are drawn in errors.py.
 """
@@ -6,12 +6,10 @@ Leaving a stream early, or closing the client, cancels. Every failure is a `PDEr
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import itertools
 import secrets
-import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar, cast
 
@@ -44,6 +42,7 @@ from pdactors.messages import PROTOCOL_VERSION, Message, Role, decode, encode, e
 from pdactors.transport import Busy, Channel, Peer, PeerGone, Transport, transport_for
 
 PING_S = 2.0
+
 SILENT_AFTER_S = 10.0  # a gateway that answers no ping for so long is lost
 Messages = Sequence[Mapping[str, str]]
 T = TypeVar("T")
@@ -271,103 +270,6 @@ class AsyncClient:
                 self._send(ClientPing())
             except (PeerGone, Busy):
                 pass  # its silence will tell
-
-
-class Client:
-    """The same for programs without asyncio; its loop runs in a thread of its own, so it may be shared by threads."""
-
-    def __init__(self, address: str, *, token: str = "", connect_timeout_s: float = 10.0) -> None:
-        """Connect; raises what `AsyncClient.connect` raises."""
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="pdactors-client", daemon=True)
-        self._thread.start()
-        self._client = AsyncClient(address, token=token, connect_timeout_s=connect_timeout_s)
-        self._is_closed = False
-        atexit.register(self.close)  # a stream that is left open at exit must not wait for a loop that is gone
-        try:
-            self._wait(self._client.connect())
-        except BaseException:
-            self.close()
-            raise
-
-    def stream(
-        self, prompt: str | None = None, *, messages: Messages | None = None, **options: Any
-    ) -> Generator[TokenEvent, None, None]:
-        """Yield each token as it is generated; see `AsyncClient.stream`."""
-        return self._iterate(self._client.stream(prompt, messages=messages, **options))
-
-    def events(
-        self, prompt: str | None = None, *, messages: Messages | None = None, **options: Any
-    ) -> Generator[TokenEvent | DoneEvent, None, None]:
-        """Yield the tokens and, last, the end with usage and timing."""
-        return self._iterate(self._client.events(prompt, messages=messages, **options))
-
-    def generate(self, prompt: str | None = None, *, messages: Messages | None = None, **options: Any) -> Generation:
-        """Return the complete answer; see `AsyncClient.stream`."""
-        return self._wait(self._client.generate(prompt, messages=messages, **options))
-
-    def status(self) -> dict[str, Any]:
-        """Return what `pdactors status --json` prints."""
-        return self._wait(self._client.status())
-
-    def leaks(self) -> dict[str, Any]:
-        """Return what is held in the cluster for nobody."""
-        return self._wait(self._client.leaks())
-
-    def drain(self, actor: str) -> dict[str, Any]:
-        """Have an engine drained; see `AsyncClient.drain`."""
-        return self._wait(self._client.drain(actor))
-
-    def scale(self, node: str, role: Role, count: int) -> dict[str, Any]:
-        """Have engines started or drained; see `AsyncClient.scale`."""
-        return self._wait(self._client.scale(node, role, count))
-
-    def close(self) -> None:
-        """Cancel what is under way and disconnect; idempotent."""
-        if self._is_closed:
-            return
-        atexit.unregister(self.close)
-        try:
-            self._wait(self._client.close())
-        finally:
-            self._is_closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def _iterate(self, events: AsyncGenerator[T, None]) -> Generator[T, None, None]:
-        async def following() -> T:
-            return await anext(events)
-
-        try:
-            while True:
-                try:
-                    yield self._wait(following())
-                except StopAsyncIteration:
-                    return
-        finally:
-            if not self._is_closed:
-                self._wait(events.aclose())
-
-    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop's thread; an interrupted wait cancels it."""
-        if self._is_closed or self._thread is threading.current_thread():
-            coroutine.close()
-            if self._is_closed:
-                raise ConnectionLost("the client is closed")
-            raise RuntimeError("a Client cannot be used from its own callbacks")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
 
 
 def _body(id: int, prompt: str | None, messages: Messages | None, options: Mapping[str, Any]) -> RequestBody:
