@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from pdactors.engine import store
 from pdactors.engine.batch import Span, StepBatch
 from pdactors.engine.load import load_model, why_not_lean
+from pdactors.engine.machine import TORCH_DTYPES
 from pdactors.engine.manifest import Progress, silent
 from pdactors.engine.model import PagedModel
 from pdactors.engine.sampling import SampleRow, sample
@@ -35,7 +36,6 @@ _BLOCK_TOKENS = 32
 _READ_FLOATS = 64 << 20  # 256 MiB, beyond what a cache keeps of it
 _GEMM = (512, 3072, 576)  # rows, outputs, inputs
 _ATTENTION_AT = (8, 1024)  # batch and context whose attention is held against reading
-_DTYPES: Mapping[ModelDtype, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class DecodeCost(Struct, frozen=True):
@@ -82,8 +82,8 @@ class Limits:
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads)
         rows, outputs, inputs = _GEMM
-        self._a = torch.randn(rows, inputs).to(_DTYPES[dtype])
-        self._b = torch.randn(outputs, inputs).to(_DTYPES[dtype])
+        self._a = torch.randn(rows, inputs).to(TORCH_DTYPES[dtype])
+        self._b = torch.randn(outputs, inputs).to(TORCH_DTYPES[dtype])
 
     def read(self) -> None:
         """Read 256 MiB."""
@@ -214,7 +214,7 @@ def _prompt(model: PagedModel, tokens: int) -> Callable[[], object]:
 
 
 def _load_reference(folder: Path, dtype: ModelDtype) -> Any:
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=_DTYPES[dtype], local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=TORCH_DTYPES[dtype], local_files_only=True)
     return model.eval()
 
 

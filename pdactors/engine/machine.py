@@ -10,7 +10,11 @@ import torch
 
 from pdactors.engine.shape import ModelDtype
 
-_TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+TORCH_DTYPES: dict[ModelDtype, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
 _GEMM = (512, 1536, 576)  # rows, outputs, inputs: a prefill chunk through a layer of a small model
 _READ_BYTES = 128 << 20  # well beyond the caches of one core
 _ROUNDS = 5
@@ -27,8 +31,8 @@ class Machine:
 def measure(dtype: ModelDtype) -> Machine:
     """Measure with the calling thread alone; takes a fraction of a second. The best of a few rounds counts."""
     rows, outputs, inputs = _GEMM
-    a = torch.randn(rows, inputs).to(_TORCH_DTYPES[dtype])
-    b = torch.randn(outputs, inputs).to(_TORCH_DTYPES[dtype])
+    a = torch.randn(rows, inputs).to(TORCH_DTYPES[dtype])
+    b = torch.randn(outputs, inputs).to(TORCH_DTYPES[dtype])
     memory = torch.ones(_READ_BYTES // 4, dtype=torch.float32)
     with torch.inference_mode():
         gemm_s = _best(lambda: torch.nn.functional.linear(a, b))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pdactors.engine.batch import StepBatch
-from pdactors.engine.machine import measure
+from pdactors.engine.machine import TORCH_DTYPES, measure
 from pdactors.engine.model import PagedModel, Way
 from pdactors.engine.paged import ATTENTION_NAME, PagedStep, register
 from pdactors.engine.probe import compare_with_eager, inspect_attention
@@ -23,11 +23,6 @@ from pdactors.engine.shape import ModelDtype, ModelShape
 from pdactors.errors import InvariantError, ModelError
 from pdactors.kv.layout import KVLayout
 
-_DTYPES: dict[ModelDtype, torch.dtype] = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
 # What transformers raises for folders and architectures that it cannot load.
 LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError)
@@ -57,7 +52,7 @@ class TransformersModel(PagedModel):
         torch.set_num_threads(count)
 
     def _bind(self, payload: NDArray[np.uint8], layout: KVLayout) -> None:
-        self._arena = torch.from_numpy(payload).view(_DTYPES[layout.dtype]).view(len(payload), *layout.shape)
+        self._arena = torch.from_numpy(payload).view(TORCH_DTYPES[layout.dtype]).view(len(payload), *layout.shape)
         self._block_tokens = layout.block_tokens
 
     def unbind(self) -> None:
@@ -98,7 +93,7 @@ def load_with_transformers(
     """
     _refuse_unsupported(folder)
     register()
-    model = _load_weights(folder, _DTYPES[dtype])
+    model = _load_weights(folder, TORCH_DTYPES[dtype])
     inspect_attention(model, shape)
     paged = TransformersModel(model, shape, dtype, reason)
     if seq_check:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from pdactors.engine.machine import TORCH_DTYPES
 from pdactors.engine.shape import ModelDtype, ModelShape, weights_files
 from pdactors.errors import ModelError
 from pdactors.kernels import forward
@@ -55,7 +56,7 @@ class _Reader:
 
     def __init__(self, folder: Path, dtype: ModelDtype) -> None:
         self._folder = folder
-        self._torch_dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
+        self._torch_dtype = TORCH_DTYPES[dtype]
         self._files: dict[str, Any] = {}
         for path in weights_files(folder):
             file: Any = safe_open(path, "pt")
