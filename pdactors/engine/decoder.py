@@ -16,7 +16,7 @@ from pdactors.engine.shape import ModelDtype, ModelShape
 from pdactors.errors import InvariantError
 from pdactors.kernels import attention, cpu
 from pdactors.kernels import forward as kernel
-from pdactors.kernels.pack import COLUMNS, ROWS, padded, tiled_size, zeros
+from pdactors.kernels.pack import ROWS, padded, tiled_size, zeros
 from pdactors.kernels.simd import LANES
 from pdactors.kv.layout import KVLayout
 
@@ -51,7 +51,7 @@ class Decoder(PagedModel):
     def use_threads(self, count: int) -> None:
         self._threads = max(1, count)
         head_dim = self.shape.head_dim
-        self._floats = zeros(self._threads * max(attention.scratch_floats(head_dim), 2 * ROWS * COLUMNS), np.float32)
+        self._floats = zeros(self._threads * kernel.scratch_floats(head_dim), np.float32)
         self._elements = zeros(self._threads * attention.scratch_elements(head_dim), self._dtype)
         self._barrier = np.zeros(1, np.int64)
         self._pool = ThreadPoolExecutor(self._threads - 1, "compute") if self._threads > 1 else None

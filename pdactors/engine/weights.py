@@ -16,13 +16,12 @@ from pdactors.engine.machine import TORCH_DTYPES
 from pdactors.engine.shape import ModelDtype, ModelShape, weights_files
 from pdactors.errors import ModelError
 from pdactors.kernels import forward
-from pdactors.kernels.pack import DEPTH, ROWS, pack, packed_size, zeros
+from pdactors.kernels.pack import DEPTH, DTYPES, ROWS, pack, packed_size, zeros
 from pdactors.kernels.simd import LANES
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 _ROPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies do not depend on the length
 _LOG2E = 1.4426950408889634
-_DTYPES: dict[str, type[np.generic]] = {"bfloat16": np.uint16, "float32": np.float32}
 
 
 def objection(config: Mapping[str, Any], shape: ModelShape, dtype: ModelDtype) -> str | None:
@@ -33,7 +32,7 @@ def objection(config: Mapping[str, Any], shape: ModelShape, dtype: ModelDtype) -
     hidden, inner = config.get("hidden_size", 0), config.get("intermediate_size", 0)
     for wrong, what in (
         (family not in FAMILIES, f"model_type {family}"),
-        (dtype not in _DTYPES, f"dtype {dtype}"),
+        (dtype not in DTYPES, f"dtype {dtype}"),
         ("quantization_config" in config, "quantised weights"),
         (config.get("hidden_act") != "silu", f"hidden_act {config.get('hidden_act')}"),
         (bool(config.get("mlp_bias")), "a bias in its MLP"),
@@ -99,7 +98,7 @@ def read_weights(folder: Path, shape: ModelShape, dtype: ModelDtype, config: Any
     attention, qkv = heads * head_dim, (heads + 2 * kv_heads) * head_dim
     matrices = [packed_size(qkv, hidden), packed_size(hidden, attention), packed_size(2 * inner, hidden)]
     matrices.append(packed_size(hidden, inner))
-    packed = zeros(shape.num_layers * sum(matrices) + packed_size(vocab, hidden), _DTYPES[dtype])
+    packed = zeros(shape.num_layers * sum(matrices) + packed_size(vocab, hidden), DTYPES[dtype])
     places = np.full((shape.num_layers + 1, forward.NUM_PLACES), -1, np.int64)
     vectors: list[NDArray[np.float32]] = []
     filled = 0

@@ -11,8 +11,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from pdactors.kernels import cpu
+from pdactors.kernels import attention, cpu
 from pdactors.kernels.attention import attend
+from pdactors.kernels.pack import COLUMNS, ROWS
 from pdactors.kernels.product import multiply, multiply_gated
 from pdactors.kernels.rows import embed, normalise, prepare
 from pdactors.kernels.simd import LANES
@@ -36,6 +37,11 @@ NUM_ROW_COLUMNS = 5
 # What `clock` counts, in cycles of thread 0.
 CLOCK_ATTENTION, CLOCK_ALL = range(2)
 NUM_CLOCKS = 2
+
+
+def scratch_floats(head_dim: int) -> int:
+    """Return how many float32 one thread needs: what attention does, or a block of a product's results."""
+    return max(attention.scratch_floats(head_dim), 2 * ROWS * COLUMNS)
 
 
 class Model(NamedTuple):

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+DTYPES: dict[str, type[np.generic]] = {"bfloat16": np.uint16, "float32": np.float32}  # what a model's dtype is held as
 ROWS = 16  # of a tile
 DEPTH = 32  # inputs of a tile
 COLUMNS = 32  # outputs that a product computes at once: two column tiles

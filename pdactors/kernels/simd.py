@@ -1,4 +1,4 @@
-"""SIMD for numba: a register of 16 float32 lanes as a value, and AMX tiles by number.
+"""SIMD for numba: a register of 16 float32 lanes as a value.
 
 `load` and `store` go by the array's dtype: float32 as it is, uint16 as bfloat16 (rounded to nearest even on the way
 out). LLVM splits a register where the CPU has narrower ones, so the same source runs on AVX2. Offsets count elements
@@ -49,7 +49,6 @@ VB = ir.VectorType(I1, LANES)
 _V16 = ir.VectorType(I16, LANES)
 V_BF16 = ir.VectorType(BF16, LANES)
 _gather_alignment = [ir.Constant(I32, 4)]
-_LINE = 64
 
 
 @register_model(VectorType)

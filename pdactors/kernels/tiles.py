@@ -18,7 +18,7 @@ def _tile(signature: Any, position: int) -> ir.Constant:
 
 @intrinsic
 def tile_config(typingctx, array):
-    """Set the shapes of the thread's tiles from 64 bytes, see `amx.py`."""
+    """Set the shapes of the thread's tiles from 64 bytes, see `cpu.py`."""
 
     def codegen(context, builder, signature, values):
         pointer = emit_pointer(context, builder, array, values[0], ir.Constant(I64, 0), I8)

@@ -11,10 +11,9 @@ import sys
 import numpy as np
 
 from pdactors.kernels import attention, choose, cpu, forward
-from pdactors.kernels.pack import COLUMNS, DEPTH, ROWS, packed_size, tiled_size
+from pdactors.kernels.pack import DEPTH, DTYPES, ROWS, packed_size, tiled_size
 from pdactors.kernels.simd import LANES
 
-DTYPES: dict[str, type[np.generic]] = {"bfloat16": np.uint16, "float32": np.float32}
 _PR_SET_PDEATHSIG = 1
 _NICENESS = 10
 
@@ -48,7 +47,7 @@ def compile_all(dtype: str) -> None:
     work = forward.Work(
         np.zeros(rows * size, np.float32), tiled, np.zeros(rows * 3 * size, np.float32),
         np.zeros(size * LANES, element), tiled.copy(), tiled.copy(), np.zeros(size, np.float32),
-        np.zeros(max(2 * ROWS * COLUMNS, attention.scratch_floats(size)), np.float32),
+        np.zeros(forward.scratch_floats(size), np.float32),
         np.zeros(attention.scratch_elements(size), element), cpu.tile_shapes(), np.zeros(forward.NUM_CLOCKS, np.int64),
         np.zeros(1, np.int64),
     )  # fmt: skip
