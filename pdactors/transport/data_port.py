@@ -1,0 +1,68 @@
+"""What every data port promises: KV moves between the memories of two migrators, and nothing else does.
+
+A transfer is a row of buffers that one end sends and the other receives, each straight from memory into memory. Both
+ends know its tag and the sizes of its buffers beforehand, from the control plane; the port knows no blocks, no headers,
+and nothing of who may send what.
+
+    DataPort --connect(peer, address)--> connection --send / receive(tag, buffers)--> ended(error or None)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+from pdactors.errors import PDError
+
+Buffer: TypeAlias = Any  # contiguous memory: the buffer protocol, or `__cuda_array_interface__`; writable to receive
+Ended: TypeAlias = Callable[[PDError | None], None]
+Lost: TypeAlias = Callable[[str, PDError], None]
+
+TAG_BITS = 48  # of a transfer's tag
+MAX_BUFFERS = 256  # of one transfer
+
+
+class DataPort(Protocol):
+    """One migrator's end. Everything is called from its event loop, and calls back on it."""
+
+    @property
+    def address(self) -> bytes:
+        """What a peer needs to reach this port; it travels over the authenticated control plane."""
+
+    def connect(self, peer: str, address: bytes, lost: Lost) -> None:
+        """Make a peer reachable under a name of the caller's choosing; both ends do it.
+
+        `lost` is called once, with the name, if the connection fails by itself; it is gone by then.
+
+        Raises:
+            ConnectionLost: the address makes no sense, or the peer is connected already.
+        """
+
+    def send(self, peer: str, tag: int, buffers: Sequence[Buffer], ended: Ended) -> None:
+        """Send a transfer. The buffers must live, and keep their bytes, until `ended` is called.
+
+        `ended` is called exactly once, later, with what went wrong or None. None says that the buffers may be used
+        again, not that the peer has got them.
+
+        Raises:
+            ConnectionLost: the peer is not connected.
+        """
+
+    def receive(self, peer: str, tag: int, buffers: Sequence[Buffer], ended: Ended) -> None:
+        """Receive a transfer of exactly these sizes into these buffers, which the peer may write until `ended`.
+
+        Tags are the receiver's choice and not used twice. A transfer that is sent before it is expected waits.
+
+        Raises:
+            ConnectionLost: the peer is not connected.
+        """
+
+    def disconnect(self, peer: str) -> None:
+        """Drop a connection by force: what is under way ends with `ConnectionLost`; idempotent.
+
+        A receive cannot be taken back by itself. Once its `ended` was called nothing writes to its buffers any more,
+        which holds for a disconnected peer too. The peer may be connected again after that.
+        """
+
+    def close(self) -> None:
+        """Drop every connection and the port; idempotent."""
