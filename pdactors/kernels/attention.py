@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from numba import njit
 
-from pdactors.kernels.chunk import clear, collect, put_down, score, take_up, weigh
-from pdactors.kernels.pack import DEPTH
+from pdactors.kernels.chunk import ask, clear, collect, put_down, score, take_up, weigh
+from pdactors.kernels.pack import DEPTH, ROWS
 from pdactors.kernels.powers import exp2
 from pdactors.kernels.product import tiled
 from pdactors.kernels.simd import (
@@ -27,7 +27,6 @@ from pdactors.kernels.simd import (
     load_scalar,
     load_strided,
     maximum,
-    prefetch,
     same,
     splat,
     store,
@@ -89,27 +88,22 @@ def _fade(arena, head_dim, floats, sums, fade):
 
 
 @njit(nogil=True)
-def _probabilities(
-    arena, streams, near_keys, near_values, head_dim, block_tokens, floats, scores, factor, top, elements, weights
-):
-    """Write two to the power of the scaled scores less `top` as pair lines; return their sums.
-
-    If the KV `streams` from memory, ask for a chunk that is wanted soon meanwhile.
-    """
-    per_line = 64 // arena.itemsize
+def _probabilities(arena, floats, scores, factor, top, elements, weights):
+    """Write two to the power of the scaled scores less `top` as pair lines; return their sums."""
     total0, total1, low = splat(0.0), splat(0.0), splat(0.0) - top
     for row in range(0, DEPTH, 2):
-        if streams:
-            for i in range(0, 2 * head_dim, per_line):
-                prefetch(arena, near_keys + row * head_dim + i)
-            for i in range(row * head_dim // DEPTH, (row + 2) * head_dim // DEPTH):
-                for j in range(0, DEPTH, per_line):
-                    prefetch(arena, near_values + i * block_tokens + j)
         even = weigh(arena, fma(load(floats, scores + row * LANES), factor, low))
         odd = weigh(arena, fma(load(floats, scores + (row + 1) * LANES), factor, low))
         total0, total1 = total0 + even, total1 + odd
         store_pair(elements, weights + row * LANES, even, odd)
     return total0 + total1
+
+
+@njit(nogil=True)
+def _ask_all(array, at, head_dim, stride):
+    """Ask for a chunk's V, or for its K, which is one run: a `stride` of 32."""
+    for row in range(0, head_dim, ROWS):
+        ask(array, at + row * stride, stride)
 
 
 @njit(nogil=True)
@@ -129,6 +123,7 @@ def _copy_seen(arena, values, head_dim, block_tokens, count, elements, tail):
 def attend(
     queries, query_at, num_columns, group, first, past, context, arena, table, num_table, keys, values, block_stride,
     head_dim, block_tokens, scale, out, out_row, out_column, out_width, floats, floats_at, elements, elements_at,
+    next_context, next_table, next_plane,
 ):
 # fmt: on
     """Attend for up to 16 columns of one span and one KV head, and write their rows of the tiled `out`.
@@ -136,7 +131,8 @@ def attend(
     `queries` from `query_at` on is a packed column tile. Column c is query head `(first + c) % group` of token
     `past + (first + c) // group`, which sees tokens up to itself. `context` tokens are in the `arena`'s blocks
     `table[num_table ..]`, K at `block * block_stride + keys`, V at `+ values`. `scale` is that of the scores times
-    log2(e).
+    log2(e). What is attended for next lies in `table[next_table ..]`, `next_plane` further on in its blocks: KV that
+    streams from memory is asked for two chunks ahead.
     """
     scores, coming = floats_at, floats_at + DEPTH * LANES
     sums = floats_at + 2 * DEPTH * LANES
@@ -145,22 +141,30 @@ def attend(
         floats[scores + c] = past + (first + c) // group + 1 if c < num_columns else 1
     seen = load(floats, scores)
     least, most = past + first // group + 1, past + (first + num_columns - 1) // group + 1
-    last = (most - 1) // DEPTH * DEPTH
+    last, next_last = (most - 1) // DEPTH * DEPTH, (next_context - 1) // DEPTH * DEPTH
     streams = num_columns < LANES  # a prompt's KV is near already
     top, total, factor = splat(_NEVER), splat(0.0), splat(scale)
     clear(arena, head_dim, floats, sums)
     at_keys, at_values = _chunk(table, num_table, 0, block_tokens, block_stride, head_dim, keys, values)
-    score(arena, at_keys, queries, query_at, head_dim, floats, scores)
+    score(arena, at_keys, queries, query_at, head_dim, floats, scores, False, 0)
     near_keys, near_values = _chunk(
         table, num_table, min(DEPTH, last), block_tokens, block_stride, head_dim, keys, values
     )
     for token in range(0, most, DEPTH):
         values_now = at_values
         at_keys, at_values = near_keys, near_values
-        near = min(token + 2 * DEPTH, last)
-        near_keys, near_values = _chunk(table, num_table, near, block_tokens, block_stride, head_dim, keys, values)
+        near = token + 2 * DEPTH
+        if near <= last:
+            near_keys, near_values = _chunk(table, num_table, near, block_tokens, block_stride, head_dim, keys, values)
+        else:
+            near_keys, near_values = _chunk(
+                table, next_table, min(near - last - DEPTH, next_last), block_tokens, block_stride, head_dim,
+                keys + next_plane, values + next_plane,
+            )  # fmt: skip
         if token < last:  # the next chunk's products run beside this chunk's arithmetic
-            score(arena, at_keys, queries, query_at, head_dim, floats, coming)
+            score(arena, at_keys, queries, query_at, head_dim, floats, coming, streams, near_keys)
+        elif streams:
+            _ask_all(arena, near_keys, head_dim, DEPTH)
         if token + DEPTH > least:
             _mask(floats, scores, token, seen)
         before = top
@@ -170,15 +174,16 @@ def attend(
             total = total * fade
             if token:
                 _fade(arena, head_dim, floats, sums, fade)
-        total = total + _probabilities(
-            arena, streams, near_keys, near_values, head_dim, block_tokens, floats, scores, factor, top, elements,
-            weights,
-        )
+        total = total + _probabilities(arena, floats, scores, factor, top, elements, weights)
         if token + DEPTH <= context:
-            collect(arena, values_now, block_tokens, elements, weights, head_dim, floats, sums)
+            collect(
+                arena, values_now, block_tokens, elements, weights, head_dim, floats, sums, streams, near_values
+            )
         else:
+            if streams:
+                _ask_all(arena, near_values, head_dim, block_tokens)
             _copy_seen(arena, values_now, head_dim, block_tokens, context - token, elements, tail)
-            collect(elements, tail, DEPTH, elements, weights, head_dim, floats, sums)
+            collect(elements, tail, DEPTH, elements, weights, head_dim, floats, sums, False, 0)
         scores, coming = coming, scores
     put_down(arena, head_dim, floats, sums)
     store(floats, scores, splat(1.0) / total)

@@ -1,6 +1,9 @@
 """The products of attention for a chunk of 32 tokens and 16 queries: on AMX tiles, or on registers.
 
 On tiles, O stays there from chunk to chunk where it fits (`head_dim` 64); otherwise, and on registers, it is in memory.
+
+A core keeps few lines on their way at once, so whoever streams KV from memory asks for as much of a later chunk as it
+has just used, evenly: asked for in one go they hold each other up, and memory is idle in between.
 """
 
 from __future__ import annotations
@@ -13,19 +16,35 @@ from numba.extending import overload
 from pdactors.kernels import cpu
 from pdactors.kernels.pack import DEPTH, ROWS
 from pdactors.kernels.powers import exp2, exp2_coarse
-from pdactors.kernels.simd import LANES, fma, load, load_pair, load_scalar, splat, store
+from pdactors.kernels.simd import LANES, fma, load, load_pair, load_scalar, prefetch, splat, store
 from pdactors.kernels.tiles import tile_load, tile_multiply, tile_store, tile_zero
 
 _HELD = 4 * ROWS  # so many rows of O fit into tiles; there are four left for the products
 
 
-def score(arena: Any, keys: int, queries: Any, at: int, head_dim: int, out: Any, to: int) -> None:
-    """Write the products of 32 tokens' K with 16 queries, `[32, 16]`."""
+def score(
+    arena: Any, keys: int, queries: Any, at: int, head_dim: int, out: Any, to: int, streams: bool, later: int
+) -> None:
+    """Write the products of 32 tokens' K with 16 queries, `[32, 16]`; if it `streams`, ask for the K at `later`."""
     raise NotImplementedError("only inside compiled code")
 
 
-def collect(source: Any, values: int, stride: int, weights: Any, at: int, head_dim: int, out: Any, to: int) -> None:
-    """Add 32 tokens' V, whose rows begin `stride` elements apart, weighted for 16 queries, to O `[head_dim, 16]`."""
+def collect(
+    source: Any,
+    values: int,
+    stride: int,
+    weights: Any,
+    at: int,
+    head_dim: int,
+    out: Any,
+    to: int,
+    streams: bool,
+    later: int,
+) -> None:
+    """Add 32 tokens' V, whose rows begin `stride` elements apart, weighted for 16 queries, to O `[head_dim, 16]`.
+
+    If it `streams`, ask for the V at `later`.
+    """
     raise NotImplementedError("only inside compiled code")
 
 
@@ -41,6 +60,11 @@ def put_down(source: Any, head_dim: int, out: Any, to: int) -> None:
 
 def take_up(source: Any, head_dim: int, out: Any, to: int) -> None:
     """Go on with what was put down."""
+    raise NotImplementedError("only inside compiled code")
+
+
+def ask(array: Any, at: int, stride: int) -> None:
+    """Ask for 16 rows of 32 elements."""
     raise NotImplementedError("only inside compiled code")
 
 
@@ -60,58 +84,91 @@ def _weigh(source, score):
     return lambda source, score: exp2(score)
 
 
+@overload(ask)
+def _ask(array, at, stride):
+    lines = DEPTH * array.dtype.bitwidth // 512
+
+    def implementation(array, at, stride):
+        for row in range(ROWS):
+            for line in range(lines):
+                prefetch(array, at + row * stride + line * (DEPTH // lines))
+
+    return implementation
+
+
 @overload(score)
-def _score(arena, keys, queries, at, head_dim, out, to):
+def _score(arena, keys, queries, at, head_dim, out, to, streams, later):
     if _on_tiles(arena):
 
-        def on_tiles(arena, keys, queries, at, head_dim, out, to):
+        def on_tiles(arena, keys, queries, at, head_dim, out, to, streams, later):
             tile_zero(4)
             tile_zero(5)
             for i in range(0, head_dim, DEPTH):
                 tile_load(7, queries, at + i * LANES, DEPTH)
                 tile_load(6, arena, keys + i, head_dim)
                 tile_multiply(4, 6, 7)
+                if streams:
+                    ask(arena, later + i * DEPTH, DEPTH)
                 tile_load(6, arena, keys + ROWS * head_dim + i, head_dim)
                 tile_multiply(5, 6, 7)
+                if streams:
+                    ask(arena, later + (i + ROWS) * DEPTH, DEPTH)
             tile_store(4, out, to, LANES)
             tile_store(5, out, to + ROWS * LANES, LANES)
 
         return on_tiles
 
-    def on_registers(arena, keys, queries, at, head_dim, out, to):
+    def on_registers(arena, keys, queries, at, head_dim, out, to, streams, later):
         for row in range(0, DEPTH, 8):
             _eight_rows(arena, keys + row * head_dim, head_dim, head_dim, queries, at, out, to + row * LANES, False)
+        if streams:
+            for i in range(0, head_dim, ROWS):
+                ask(arena, later + i * DEPTH, DEPTH)
 
     return on_registers
 
 
 @overload(collect)
-def _collect(source, values, stride, weights, at, head_dim, out, to):
+def _collect(source, values, stride, weights, at, head_dim, out, to, streams, later):
     if _on_tiles(source):
 
-        def on_tiles(source, values, stride, weights, at, head_dim, out, to):
+        def on_tiles(source, values, stride, weights, at, head_dim, out, to, streams, later):
             tile_load(7, weights, at, DEPTH)
             if head_dim == _HELD:
+                quarter = ROWS * stride
                 tile_load(4, source, values, stride)
                 tile_multiply(0, 4, 7)
-                tile_load(5, source, values + ROWS * stride, stride)
+                if streams:
+                    ask(source, later, stride)
+                tile_load(5, source, values + quarter, stride)
                 tile_multiply(1, 5, 7)
-                tile_load(6, source, values + 2 * ROWS * stride, stride)
+                if streams:
+                    ask(source, later + quarter, stride)
+                tile_load(6, source, values + 2 * quarter, stride)
                 tile_multiply(2, 6, 7)
-                tile_load(4, source, values + 3 * ROWS * stride, stride)
+                if streams:
+                    ask(source, later + 2 * quarter, stride)
+                tile_load(4, source, values + 3 * quarter, stride)
                 tile_multiply(3, 4, 7)
+                if streams:
+                    ask(source, later + 3 * quarter, stride)
                 return
             for row in range(0, head_dim, ROWS):
                 tile_load(4, out, to + row * LANES, LANES)
                 tile_load(6, source, values + row * stride, stride)
                 tile_multiply(4, 6, 7)
                 tile_store(4, out, to + row * LANES, LANES)
+                if streams:
+                    ask(source, later + row * stride, stride)
 
         return on_tiles
 
-    def on_registers(source, values, stride, weights, at, head_dim, out, to):
+    def on_registers(source, values, stride, weights, at, head_dim, out, to, streams, later):
         for row in range(0, head_dim, 8):
             _eight_rows(source, values + row * stride, stride, DEPTH, weights, at, out, to + row * LANES, True)
+        if streams:
+            for row in range(0, head_dim, ROWS):
+                ask(source, later + row * stride, stride)
 
     return on_registers
 

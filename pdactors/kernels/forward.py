@@ -100,6 +100,11 @@ def _attend_all(model, work, step, arena, keys, values, num_tiles, width, thread
                     continue
                 tile = head * num_tiles + step.spans[s, TILE] + first // LANES
                 plane = head * block_tokens * head_dim
+                soon = s
+                step_on = threads  # in heads: this thread's next task, as far as it is in this span or the next
+                if head + threads >= kv_heads:
+                    soon = min(s + 1, len(step.spans) - 1) if first + LANES >= count * group else s
+                    step_on = (head + threads) % kv_heads - head
                 attend(
                     work.queries,
                     tile * head_dim * LANES,
@@ -125,6 +130,9 @@ def _attend_all(model, work, step, arena, keys, values, num_tiles, width, thread
                     floats_at,
                     work.elements,
                     elements_at,
+                    step.spans[soon, CONTEXT],
+                    step.spans[soon, TABLE],
+                    step_on * block_tokens * head_dim,
                 )
 
 

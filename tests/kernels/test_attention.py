@@ -32,7 +32,7 @@ def attend(
         attention.attend(
             queries, first * head_dim, min(16, columns - first), group, first, past, context, arena, table, num_table,
             keys, values, block_stride, head_dim, block_tokens, scale, out, out_row, out_column, out_width, floats, at,
-            elements, at,
+            elements, at, context, num_table, 0,
         )
     if CONFIGURES:
         tile_release()
