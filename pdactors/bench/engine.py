@@ -181,13 +181,14 @@ def _time(action: Callable[[], object]) -> float:
     return (time.perf_counter() - began) * 1000
 
 
-def _bind(model: PagedModel, num_tokens: int, count: int) -> list[range]:
+def _bind(model: PagedModel, num_tokens: int, count: int) -> list[list[int]]:
     """Give the model an arena for `count` sequences of so many tokens; return their tables."""
     layout = model.layout_for(_BLOCK_TOKENS)
     per_sequence = layout.num_blocks(num_tokens)
     arena = zeros(count * per_sequence * layout.block_bytes, np.uint8).reshape(-1, layout.block_bytes)
     model.bind(arena.view(np.uint8), layout)
-    return [range(i * per_sequence, (i + 1) * per_sequence) for i in range(count)]
+    blocks = np.random.default_rng(1).permutation(count * per_sequence)  # as they come when sequences grow side by side
+    return blocks.reshape(count, per_sequence).tolist()
 
 
 def _decode_step(model: PagedModel, batch: int, context: int) -> Callable[[], object]:

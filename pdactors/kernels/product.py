@@ -42,9 +42,17 @@ def _block_product(a, first, w, at, depth, is_tall, streams, out, base):
 
 
 @njit(nogil=True)
-def _ask_for_tile(array, begin):
+def _ask(array, left, right, k, size):
+    """Ask for the weights of the step after next; near a block's end for those that the next block begins with.
+
+    The next block lies right behind this one: so what `right` overruns to is its left, and `left` must pass its right.
+    """
+    ahead = k + _AHEAD
+    begin = left + ahead if ahead < size else left + ahead + 2 * size
     for row in range(ROWS):
         prefetch(array, begin + row * DEPTH)
+    for row in range(ROWS):
+        prefetch(array, right + ahead + row * DEPTH)
 
 
 def _on_tiles(a, first, w, at, depth, is_tall, streams, out, base):
@@ -60,8 +68,7 @@ def _on_tiles(a, first, w, at, depth, is_tall, streams, out, base):
             tile_load(6, w, at + k, DEPTH)
             tile_load(7, w, right + k, DEPTH)
             if streams:
-                _ask_for_tile(w, at + k + _AHEAD)
-                _ask_for_tile(w, right + k + _AHEAD)
+                _ask(w, at, right, k, depth * _TILE)
             tile_multiply(0, 4, 6)
             tile_multiply(1, 4, 7)
             tile_load(5, a, second + k, DEPTH)
@@ -73,8 +80,7 @@ def _on_tiles(a, first, w, at, depth, is_tall, streams, out, base):
         for k in range(0, depth * _TILE, _TILE):
             tile_load(4, a, first + k, DEPTH)
             if streams:
-                _ask_for_tile(w, at + k + _AHEAD)
-                _ask_for_tile(w, right + k + _AHEAD)
+                _ask(w, at, right, k, depth * _TILE)
             tile_load(6, w, at + k, DEPTH)
             tile_load(7, w, right + k, DEPTH)
             tile_multiply(0, 4, 6)
