@@ -23,6 +23,7 @@ Path = Literal["lease", "cuda_ipc", "ucx", "store", "none"]
 FinishReason = Literal["stop", "length", "cancelled"]
 
 Priority = Literal["interactive", "batch"]
+Codec = Literal["none", "int8", "int4"]  # of KV on the wire
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 MaxTokens = Annotated[int, Meta(ge=1, le=2**20)]
@@ -126,6 +127,8 @@ class Load(Struct, frozen=True, omit_defaults=True):
     num_preempted: int = 0
     prefill_use: PhaseUse = PhaseUse()
     decode_use: PhaseUse = PhaseUse()
+    num_moved: int = 0  # sequences that a migrator sent to other nodes
+    bytes_moved: int = 0
     way: str = ""  # how an engine computes its model, and why not on our kernels
 
 
@@ -293,8 +296,27 @@ class Failed(Message, frozen=True):
     message: str
 
 
+class Migrated(Message, frozen=True):
+    """Migrator: the KV of a sequence is here now, under a lease of ours; what moved, and how."""
+
+    request: str
+    attempt: int
+    handle: KVHandle
+    num_bytes: int  # on the wire
+    seconds: float
+    codec: Codec
+
+
+class Stranded(Message, frozen=True):
+    """Migrator: the KV of a sequence cannot be brought over; computing it again may help."""
+
+    request: str
+    attempt: int
+    reason: str
+
+
 class CacheChanged(Message, frozen=True):
-    """An engine: digests of blocks that its prefix cache gained and lost."""
+    """An engine or a migrator: digests of blocks that its prefix cache gained and lost."""
 
     added: tuple[bytes, ...] = ()
     evicted: tuple[bytes, ...] = ()
@@ -406,6 +428,7 @@ class Decode(Message, frozen=True):
     sent_s: float
     priority: Priority = "interactive"
     save_final_kv: bool = True
+    path: Path = "lease"  # how the KV came to where the handle says
 
 
 class Pin(Message, frozen=True):
@@ -505,12 +528,98 @@ class ReturnExtents(Message, frozen=True):
     extents: tuple[int, ...]
 
 
+# ---- Migrators: from the router and the engines of the node, and among each other --------
+
+
+class Migrate(Message, frozen=True):
+    """Router: bring a sequence's KV, which lies on your node, to the migrator `target`, which tells us.
+
+    `digests` are those of the leading full blocks, as far as they are known.
+    """
+
+    request: str
+    attempt: int
+    handle: KVHandle
+    target: str
+    digests: tuple[bytes, ...] = ()
+    priority: Priority = "interactive"
+    deadline_s: float | None = None
+
+
+class DataPort(Message, frozen=True):
+    """Where KV for this migrator is sent, in the words of its data transport."""
+
+    transport: str
+    address: bytes
+
+
+class Offer(Message, frozen=True):
+    """Source: KV of `num_tokens` tokens is to come."""
+
+    request: str
+    attempt: int
+    layout: str
+    num_tokens: int
+    digests: tuple[bytes, ...] = ()
+
+
+class Taken(Message, frozen=True):
+    """Destination: the offer is taken; it has the first `num_ready` blocks already."""
+
+    request: str
+    attempt: int
+    num_ready: int
+
+
+class Ask(Message, frozen=True):
+    """Source: room for blocks `start .. start + count`, to be sent in one transfer."""
+
+    request: str
+    attempt: int
+    transfer: int
+    start: int
+    count: int
+    codec: Codec = "none"
+
+
+class Grant(Message, frozen=True):
+    """Destination: there is room; send under this tag, with this secret in the header."""
+
+    request: str
+    attempt: int
+    transfer: int
+    tag: int
+    secret: bytes
+
+
+class Stored(Message, frozen=True):
+    """Destination: that transfer has arrived whole; or `error` says what was wrong with it."""
+
+    request: str
+    attempt: int
+    transfer: int
+    error: str = ""
+
+
+class Abandon(Message, frozen=True):
+    """A migrator to the other: this migration ends here."""
+
+    request: str
+    attempt: int
+    reason: str
+
+
+class Alive(Message, frozen=True):
+    """A migrator's sign of life to the others: a silent data connection looks like an idle one."""
+
+
 Control: TypeAlias = (
     Hello | Welcome | Refusal | Stranger
     | Heartbeat | Generate | Cancel | Prefilled | Adopted | Finished | Failed
     | CacheChanged | Pinned | Exited | Drain | Fence | Inspect | Inspected
     | Prefill | Decode | Pin | CopyOut | Release
     | Tokens | Rejected | Fleet | Surveyed
+    | Migrate | Migrated | Stranded | DataPort | Offer | Taken | Ask | Grant | Stored | Abandon | Alive
     | WantExtents | Extents | RecallExtents | ReturnExtents | Retired
     | DrainActor | Scale | StartEngines | EnginesStarted | Retire | Answered
 )  # fmt: skip

@@ -145,6 +145,10 @@ class Actor:
         assert self._tasks is not None
         return self._tasks.create_task(coroutine)
 
+    def soon(self, action: Callable[[], None]) -> None:
+        """Call `action` once whatever is handled now has been."""
+        asyncio.get_running_loop().call_soon(action)
+
     def every(self, period_s: float, action: Callable[[], None]) -> None:
         """Call `action` about every `period_s`."""
 

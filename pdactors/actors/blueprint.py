@@ -30,7 +30,7 @@ def check_available(config: ClusterConfig) -> None:
     unavailable = [
         (config.cluster.mode == "kvstore", "cluster.mode 'kvstore'", "disaggregated, chunked or colocated"),
         (len(config.node) > 1, f"{len(config.node)} nodes", "one [[node]]"),
-        (config.kv.transport in ("cuda_ipc", "ucx"), f"kv.transport {config.kv.transport!r}", "auto or lease"),
+        (config.kv.transport == "cuda_ipc", "kv.transport 'cuda_ipc'", "auto, lease or ucx"),
         (config.kv.compression != "none", f"kv.compression {config.kv.compression!r}", "none"),
         (config.kv.prune != 1.0, f"kv.prune {config.kv.prune}", "1.0"),
         (config.security.curve, "security.curve true", "false"),
@@ -96,7 +96,7 @@ def plan_arena(config: ClusterConfig, node: NodeSection, shape: ModelShape) -> A
         layout=layout,
         num_blocks=num_blocks,
         extent_blocks=_extent_blocks(num_blocks, engines),
-        num_slots=engines + SPARE_SLOTS,
+        num_slots=engines + SPARE_SLOTS + 1,  # the last one is the migrator's
         leases_per_slot=config.engine.max_batch * (engines + 1) + SPARE_LEASES,
         max_lease_blocks=layout.num_blocks(config.model.max_model_len),
     )
@@ -116,8 +116,8 @@ def check_room(spec: ActorSpec, engines: int) -> None:
     extent_blocks = _extent_blocks(num_blocks, spec.num_engines)
     num_extents = -(-num_blocks // extent_blocks)
     per_sequence = -(-spec.layout.num_blocks(spec.model.max_model_len) // extent_blocks)
-    minimum = extents.guaranteed(num_extents, spec.num_engines, per_sequence)
-    if engines * minimum > num_extents:
+    minimum = extents.guaranteed(num_extents, spec.num_owners, per_sequence)
+    if (engines + spec.config.moves_kv) * minimum > num_extents:
         sure = minimum * extent_blocks * spec.layout.block_tokens
         raise PDError(
             f"kv.memory = {spec.config.kv.memory!r} has no room for another engine on {spec.node}: "
@@ -179,6 +179,6 @@ def plan_actors(run: Run, node: NodeSection, fds: Descriptors) -> list[ActorSpec
     if node.name == config.router.node:
         actors.append(spec("router", "router", -1, Descriptors(control=fds.control)))
         actors.append(spec("gateway", "gateway", -1, Descriptors(tcp=fds.tcp, zmq=fds.zmq)))
-    actors.append(spec(f"{node.name}/migrator", "migrator", -1, Descriptors(arena=fds.arena)))
+    actors.append(spec(f"{node.name}/migrator", "migrator", len(engines) + SPARE_SLOTS, Descriptors(arena=fds.arena)))
     actors += [spec(name, role, slot, Descriptors(arena=fds.arena)) for slot, (name, role) in enumerate(engines)]
     return actors

@@ -33,6 +33,7 @@ class DecodeActor(EngineActor):
             is_urgent=message.priority == "interactive",
             saves_kv=message.save_final_kv,
             handle=handle,
+            path=message.path,
             tokens=[message.first_token],
             received_s=self.clock(),
             sent_s=message.sent_s,

@@ -66,7 +66,7 @@ class EngineActor(Actor):
             self.arena,
             self.pool,
             spec.slot,
-            spec.num_engines,
+            spec.num_owners,
             layout.num_blocks(spec.model.max_model_len),
             lambda message: self.tell(self.migrator, message),
         )

@@ -11,8 +11,10 @@ from pdactors.errors import InvariantError
 from pdactors.messages import DecodePart, LeaseInfo, Load, PrefillPart, Report, Token
 
 if TYPE_CHECKING:
+    from pdactors.actors.actor import Actor
     from pdactors.actors.engine import EngineActor
     from pdactors.engine.runner import Outcome
+    from pdactors.kv.loans import Loans
 
 
 def load(actor: EngineActor) -> Load:
@@ -27,7 +29,7 @@ def load(actor: EngineActor) -> Load:
         waiting=len(engine.waiting),
         pending_tokens=sum(s.num_pending for s in sequences if s.is_prompt),
         max_sequences=actor.spec.config.engine.max_batch,
-        max_blocks=actor.extents.max_blocks(max(here, actor.spec.num_engines)),
+        max_blocks=actor.extents.max_blocks(max(here, actor.spec.num_engines) + actor.spec.config.moves_kv),
         blocks=msgspec.structs.replace(actor.pool.account(), leased_in=len(borrowed)),
         step_ms=actor.steps.times(),
         blocks_lacking=engine.blocks_lacking(),
@@ -47,7 +49,7 @@ def token(actor: EngineActor, outcome: Outcome) -> Token:
     if index == 0:
         prefill = PrefillPart(sequence.num_cached, sequence.received_s, sequence.begin_s, actor.clock())
     elif index == 1 and sequence.handle is not None:
-        decode = DecodePart("lease", sequence.sent_s, sequence.adopted_s)
+        decode = DecodePart(sequence.path, sequence.sent_s, sequence.adopted_s)
     return Token(
         sequence.request,
         sequence.attempt,
@@ -62,11 +64,11 @@ def token(actor: EngineActor, outcome: Outcome) -> Token:
     )
 
 
-def report(actor: EngineActor, plain: Report) -> Report:
-    """Add to what every actor reports: requests held, leases given, and what is wrong with the books."""
+def lease_infos(actor: Actor, loans: Loans) -> tuple[LeaseInfo, ...]:
+    """Describe what an actor lends."""
     names = {member.slot: member.name for member in actor.fleet.members if member.node == actor.spec.node}
     now = actor.clock()
-    given = [
+    return tuple(
         LeaseInfo(
             lessor=actor.spec.name,
             holder="" if lease.holder_slot is None else names.get(lease.holder_slot, f"slot {lease.holder_slot}"),
@@ -75,8 +77,12 @@ def report(actor: EngineActor, plain: Report) -> Report:
             num_blocks=len(lease.blocks),
             expires_s=round(lease.expires_s - now, 3),
         )
-        for lease in actor.loans.live()
-    ]
+        for lease in loans.live()
+    )
+
+
+def report(actor: EngineActor, plain: Report) -> Report:
+    """Add to what every actor reports: requests held, leases given, and what is wrong with the books."""
     faults = []
     try:
         actor.check()
@@ -84,5 +90,8 @@ def report(actor: EngineActor, plain: Report) -> Report:
         faults.append(error.message)
     sequences = (*actor.engine.running, *actor.engine.waiting)
     return msgspec.structs.replace(
-        plain, requests=tuple(s.request for s in sequences), leases=tuple(given), faults=tuple(faults)
+        plain,
+        requests=tuple(s.request for s in sequences),
+        leases=lease_infos(actor, actor.loans),
+        faults=tuple(faults),
     )

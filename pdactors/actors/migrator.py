@@ -1,4 +1,4 @@
-"""The migrator of a node: grants the arena's extents to the node's engines and keeps the books of hand-overs.
+"""The migrator of a node: grants the arena's extents to the node's engines, and moves KV to and from other nodes.
 
 It is not on the lease path: engines lend to each other through the arena without asking it.
 """
@@ -10,15 +10,43 @@ from collections import Counter
 import msgspec
 
 from pdactors.actors.actor import Actor
+from pdactors.actors.engine_accounts import lease_infos
+from pdactors.actors.mover import Mover
 from pdactors.actors.spec import ENGINES, ActorSpec
+from pdactors.errors import InvariantError
 from pdactors.kv.arena import Arena
-from pdactors.messages import Blocks, Extents, Load, Member, RecallExtents, Report, Retired, ReturnExtents, WantExtents
+from pdactors.messages import (
+    Abandon,
+    Alive,
+    Ask,
+    Blocks,
+    DataPort,
+    Extents,
+    Fleet,
+    Grant,
+    Load,
+    Member,
+    Message,
+    Migrate,
+    Offer,
+    Pin,
+    RecallExtents,
+    Release,
+    Report,
+    Retired,
+    ReturnExtents,
+    Stored,
+    Taken,
+    WantExtents,
+)
 from pdactors.policy import extents
 from pdactors.transport import Transport
 
+SWEEP_S = 0.05
+
 
 class Migrator(Actor):
-    """The arena's extent table is the only state, so a successor goes on where its predecessor stopped."""
+    """The arena's extent table and lease records are the state: a successor goes on where its predecessor stopped."""
 
     role = "migrator"
 
@@ -26,22 +54,85 @@ class Migrator(Actor):
         super().__init__(spec, transport)
         self.arena = Arena.attach(spec.fds.arena, spec.layout)
         per_sequence = -(-spec.layout.num_blocks(spec.model.max_model_len) // self.arena.extent_blocks)
-        self._minimum = extents.guaranteed(self.arena.num_extents, spec.num_engines, per_sequence)
-        self._names: dict[int, str] = {}  # slot -> engine, of those that joined
+        self._minimum = extents.guaranteed(self.arena.num_extents, spec.num_owners, per_sequence)
+        self._names: dict[int, str] = {}  # slot -> owner, of those that joined
         self._retired: set[int] = set()  # slots whose engine is gone for good
         self._demand: dict[int, int] = {}  # slot -> extents that it asked for and did not get
-        self.accept(WantExtents, self._on_want, *ENGINES)
-        self.accept(ReturnExtents, self._on_return, *ENGINES)
+        self.mover = Mover(self) if spec.config.moves_kv else None
+        self.accept(WantExtents, self._on_want, *ENGINES, "migrator")
+        self.accept(ReturnExtents, self._on_return, *ENGINES, "migrator")
         self.accept(Retired, self._on_retired, "router")
+        if self.mover is not None:
+            self._names[spec.slot] = spec.name
+            self._accept_moves(self.mover)
+
+    def _accept_moves(self, mover: Mover) -> None:
+        self.accept(Extents, lambda _, message: self._add_extents(mover, message), "migrator")
+        self.accept(RecallExtents, lambda _, message: mover.give_back(message.count), "migrator")
+        self.accept(Pin, lambda _, message: mover.pin(message), "router")
+        self.accept(Release, lambda _, message: mover.release(message), "router")
+        self.accept(Migrate, lambda _, message: mover.outbound.migrate(message), "router")
+        self.accept(DataPort, mover.port_offered, "migrator")
+        self.accept(Alive, lambda sender, _: mover.alive(sender), "migrator")
+        self.accept(Offer, mover.inbound.offered, "migrator")
+        self.accept(Ask, mover.inbound.asked, "migrator")
+        self.accept(Taken, mover.outbound.taken, "migrator")
+        self.accept(Grant, mover.outbound.granted, "migrator")
+        self.accept(Stored, mover.outbound.stored, "migrator")
+        self.accept(Abandon, lambda sender, message: self._on_abandon(mover, sender, message), "migrator")
+
+    # ---- Life --------
 
     def open(self) -> None:
         self.listen("tcp://127.0.0.1:0")
         super().open()
 
+    async def start(self) -> None:
+        if self.mover is not None:
+            self.mover.start()
+            self.every(SWEEP_S, self.mover.tick)
+            self.every(self.spec.config.router.heartbeat_ms / 1000, self.mover.mind_peers)
+            self.every(self.spec.config.kv.lease_s / 4, self.mover.renew)
+
+    async def close(self) -> None:
+        if self.mover is not None:
+            self.mover.close()
+
+    def wants(self, member: Member) -> bool:
+        """Of two migrators the one whose name comes first connects to the other."""
+        return self.mover is not None and member.role == "migrator" and self.spec.name < member.name
+
     def joined(self, member: Member) -> None:
         if member.role in ENGINES and 0 <= member.slot < self.arena.num_slots:
             self._names[member.slot] = member.name
             self._retired.discard(member.slot)
+
+    def welcomed(self, host: Member) -> None:
+        if self.mover is not None and host.role == "migrator" and self.state == "ready":
+            self.mover.offer_port(host.name)
+
+    def beat(self) -> None:
+        super().beat()
+        if self.mover is not None and self.state == "ready":
+            for member in self.fleet.members:
+                if member.role == "migrator" and member.name != self.spec.name:
+                    self.tell(member.name, Alive())
+                    if not self.mover.can_reach(member.name):
+                        self.mover.offer_port(member.name)
+
+    def tell(self, name: str, message: Message) -> bool:
+        """Send a message; what is for ourselves is handled once the present message is."""
+        if name != self.spec.name:
+            return super().tell(name, message)
+        self.soon(lambda: self._handle(self.me(), message))
+        return True
+
+    def _on_fleet(self, sender: Member, fleet: Fleet) -> None:
+        super()._on_fleet(sender, fleet)
+        if self.mover is not None:
+            self.mover.fleet_changed(fleet)
+
+    # ---- Extents --------
 
     def _on_want(self, sender: Member, message: WantExtents) -> None:
         if self._names.get(sender.slot) != sender.name:
@@ -95,13 +186,46 @@ class Migrator(Actor):
     def _free(self) -> list[int]:
         return [e for e in range(self.arena.num_extents) if self.arena.extent_owner(e) is None]
 
+    # ---- Moves --------
+
+    def _add_extents(self, mover: Mover, message: Extents) -> None:
+        self.spawn(mover.add_extents(message.extents))
+
+    def _on_abandon(self, mover: Mover, sender: Member, message: Abandon) -> None:
+        mover.outbound.abandoned(sender, message)
+        mover.inbound.abandoned(sender, message)
+
+    # ---- Accounts --------
+
     def load(self) -> Load:
-        """Account for the blocks that no engine owns."""
+        """Account for the blocks that no engine owns: what nobody has, and what was moved here."""
         free = sum(len(self.arena.blocks_of_extent(extent)) for extent in self._free())
-        return Load(blocks=Blocks(total=free, free=free))
+        if self.mover is None:
+            return Load(blocks=Blocks(total=free, free=free))
+        own = self.mover.pool.account()
+        blocks = msgspec.structs.replace(own, total=own.total + free, free=own.free + free)
+        return Load(
+            running=len(self.mover.outbound.keys) + len(self.mover.inbound.keys),
+            blocks=blocks,
+            num_moved=self.mover.num_moved,
+            bytes_moved=self.mover.num_bytes,
+        )
 
     def report(self) -> Report:
         report = super().report()
         owned = sum(len(self.arena.extents_of(slot)) for slot in range(self.arena.num_slots))
         lost = self.arena.num_extents - owned - len(self._free())
-        return msgspec.structs.replace(report, faults=(f"{lost} extents have no known owner",) if lost else ())
+        faults = [f"{lost} extents have no known owner"] if lost else []
+        if self.mover is None:
+            return msgspec.structs.replace(report, faults=tuple(faults))
+        try:
+            self.mover.check()
+        except InvariantError as error:
+            faults.append(error.message)
+        keys = (*self.mover.outbound.keys, *self.mover.inbound.keys)
+        return msgspec.structs.replace(
+            report,
+            faults=tuple(faults),
+            requests=tuple(dict.fromkeys(request for request, _ in keys)),
+            leases=lease_infos(self, self.mover.loans),
+        )

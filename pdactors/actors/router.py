@@ -31,6 +31,8 @@ from pdactors.messages import (
     Load,
     Member,
     Message,
+    Migrate,
+    Migrated,
     Pinned,
     Prefill,
     Prefilled,
@@ -42,6 +44,7 @@ from pdactors.messages import (
     Scale,
     StartEngines,
     State,
+    Stranded,
     Surveyed,
 )
 from pdactors.policy.admission import Limits
@@ -79,6 +82,8 @@ class Router(Actor):
                 prefix_key=cache_key(spec.model.fingerprint, spec.layout.fingerprint),
                 policy=config.router.policy,
                 max_distance=config.router.max_distance,
+                transport=config.kv.transport,
+                data_transport=config.data_transport if config.moves_kv else "",
             )
         )
         self.liveness = Liveness(config.router.dead_after_ms / 1000)
@@ -95,8 +100,10 @@ class Router(Actor):
         self.accept(Drain, self._on_drain, "supervisor")
         self.accept(Generate, self._on_generate, "gateway")
         self.accept(Cancel, self._on_cancel, "gateway")
-        self.accept(CacheChanged, self._on_cache_changed, *ENGINES)
-        self.accept(Pinned, self._on_pinned, *ENGINES)
+        self.accept(CacheChanged, self._on_cache_changed, "migrator", *ENGINES)
+        self.accept(Pinned, self._on_pinned, "migrator", *ENGINES)
+        self.accept(Migrated, self._on_migrated, "migrator")
+        self.accept(Stranded, self._on_stranded, "migrator")
         self.accept(Prefilled, self._on_prefilled, "prefill")
         self.accept(Adopted, self._on_adopted, "decode")
         self.accept(Finished, self._on_finished, *ENGINES)
@@ -155,6 +162,8 @@ class Router(Actor):
             self.beat()
         if sender.role in ENGINES:
             self._perform(self.dispatcher.joined(self.members[sender.name], message.load, now))
+        elif sender.role == "migrator" and state == "ready":
+            self._perform(self.dispatcher.migrator_ready(self.members[sender.name], now))
         return None
 
     def _tick(self) -> None:
@@ -260,7 +269,7 @@ class Router(Actor):
     def _drain_engine(self, member: Member) -> None:
         self._draining.add(member.name)
         self.members[member.name] = msgspec.structs.replace(member, state="draining")
-        engine = self.dispatcher.engines.get(member.name)
+        engine = self.dispatcher.fleet.engines.get(member.name)
         load = engine.load if engine is not None else Load()
         self._perform(self.dispatcher.joined(self.members[member.name], load, self.clock()))
         self.beat()
@@ -289,6 +298,13 @@ class Router(Actor):
     def _on_prefilled(self, sender: Member, message: Prefilled) -> None:
         self._perform(self.dispatcher.prefilled(sender.name, message, self.clock()))
 
+    def _on_migrated(self, sender: Member, message: Migrated) -> None:
+        self._perform(self.dispatcher.migrated(sender.name, message))
+
+    def _on_stranded(self, sender: Member, message: Stranded) -> None:
+        self.log.warning("migration failed", request=message.request, peer=sender.name, reason=message.reason)
+        self._perform(self.dispatcher.stranded(sender.name, message, self.clock()))
+
     def _on_adopted(self, sender: Member, message: Adopted) -> None:
         self._perform(self.dispatcher.adopted(sender.name, message))
 
@@ -309,9 +325,14 @@ class Router(Actor):
 
     def _perform(self, orders: list[Order]) -> None:
         for to, message in orders:
-            if not self.tell(to, message) and isinstance(message, Prefill | Decode):
+            if self.tell(to, message):
+                continue
+            if isinstance(message, Prefill | Decode):
                 lost = Failed(message.request, message.attempt, "worker_lost", f"{to} cannot be reached")
                 self._perform(self.dispatcher.failed(to, lost, self.clock()))
+            elif isinstance(message, Migrate):
+                stranded = Stranded(message.request, message.attempt, f"{to} cannot be reached")
+                self._perform(self.dispatcher.stranded(to, stranded, self.clock()))
         if self._is_draining and not self.dispatcher.requests:
             self.beat()
 

@@ -54,6 +54,11 @@ class ActorSpec(Struct, frozen=True):
     cores: tuple[int, ...] = ()  # where an engine's steps run, or all of another actor; any if empty
     ready_file: str = ""
 
+    @property
+    def num_owners(self) -> int:
+        """Who shares the arena's extents: the engines, and the migrator if KV is moved here."""
+        return self.num_engines + self.config.moves_kv
+
     def member(self, pid: int, address: str = "") -> Member:
         """Return how this actor introduces itself."""
         return Member(

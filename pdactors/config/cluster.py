@@ -95,6 +95,10 @@ class KVSection(Section, frozen=True):
     ] = 1.0
     lease_s: Annotated[float, Meta(ge=0.1, le=86_400.0, description="how long a lease lasts unless renewed")] = 30.0
     checksum: Annotated[bool, Meta(description="verify every block that moves between nodes")] = True
+    damage_every: Annotated[
+        int,
+        Meta(ge=0, description="debugging: spoil a byte of every n-th transfer, to see it caught; 0: none"),
+    ] = 0
     store: Annotated[str, Meta(description="of kvstore mode: arena, or mooncake://HOST:PORT")] = "arena"
 
     @property
@@ -233,6 +237,16 @@ class ClusterConfig(Section, frozen=True):
     def is_separated(self) -> bool:
         """Say whether prefill and decode are different actors."""
         return self.cluster.mode in ("disaggregated", "kvstore")
+
+    @property
+    def moves_kv(self) -> bool:
+        """Say whether KV may have to move from prefill to decode: there are several nodes, or the file says so."""
+        return self.is_separated and (len(self.node) > 1 or self.kv.transport not in ("auto", "lease"))
+
+    @property
+    def data_transport(self) -> str:
+        """Name the transport that moves KV between migrators."""
+        return self.kv.transport if self.kv.transport not in ("auto", "lease") else "ucx"
 
     def node_named(self, name: str) -> NodeSection:
         """Find a node; raises ConfigError that lists the known ones."""

@@ -6,7 +6,7 @@ from collections import abc
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from pdactors.messages import KVHandle, Lease, Sampling, Segment
+from pdactors.messages import KVHandle, Lease, Path, Sampling, Segment
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +26,7 @@ class Sequence:
     is_urgent: bool = True
     saves_kv: bool = True  # generated KV stays in the prefix cache
     handle: KVHandle | None = None  # where the prefill left it
+    path: Path = "none"  # how it came there
     tokens: list[int] = field(default_factory=list)  # generated, the first by the prefill
     blocks: list[int] = field(default_factory=list)
     borrowed: set[int] = field(default_factory=set)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from pdactors.messages import Lease
+
 GRACE_S = 0.1  # between the lessor's mark and the end of a lease: a holder may be half way through accept or renew
 MARGIN_S = 1.0  # a holder stops using a lease so long before its lessor may end it
 REQUEST_BYTES = 32
@@ -84,6 +86,14 @@ class LeaseTable:
     def blocks_named(self, index: int) -> tuple[int, ...]:
         """Return the blocks that a published record names."""
         return tuple(self.blocks[index, : self.num_blocks[index]].tolist())
+
+    def stands(self, lease: Lease) -> bool:
+        """Whether a lease is held and has not ended: its blocks hold what they held when it was accepted."""
+        index, generation = lease.index, lease.generation
+        if not 0 <= index < self.num_records:
+            return False
+        is_held = self.generation[index] == generation == self.accepted[index]
+        return bool(is_held and self.released[index] != generation and self.closing[index] != generation)
 
     def expiry(self, index: int, generation: int) -> float:
         """Return when the lease ends by itself: the deadline, or later if its holder renewed it."""

@@ -24,7 +24,8 @@ class Limits:
     prefix_key: bytes
     policy: PlacementPolicy = "locality"
     max_distance: int = 2
-    can_migrate: bool = False
+    transport: str = "auto"  # of KV
+    data_transport: str = ""  # what moves it between nodes; nothing does
 
 
 class Pace:

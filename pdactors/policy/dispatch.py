@@ -6,7 +6,7 @@ A request that is gone is unknown, and whatever arrives for an unknown request o
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from pdactors import errors
@@ -20,20 +20,25 @@ from pdactors.messages import (
     Failed,
     Finished,
     Generate,
+    KVHandle,
     Load,
     Member,
     Message,
+    Migrate,
+    Migrated,
+    Path,
     Pin,
     Pinned,
     Prefill,
     Prefilled,
     Rejected,
     Release,
+    Stranded,
 )
 from pdactors.policy.admission import Limits, Pace, refusal
-from pdactors.policy.placement import EngineView, Place, choose_prefill, schedule_decode
-from pdactors.policy.prefix_index import PrefixIndex
-from pdactors.policy.requests import Assigned, Request, RequestTable, Stage
+from pdactors.policy.fleet import Engine, FleetState
+from pdactors.policy.placement import EngineView, choose_prefill, schedule_decode
+from pdactors.policy.requests import Request, RequestTable, Stage
 
 MAX_ATTEMPTS = 3
 PIN_TIMEOUT_S = 1.0  # an owner that does not answer in time lends nothing
@@ -47,27 +52,13 @@ class Order(NamedTuple):
     message: Message
 
 
-@dataclass
-class Engine:
-    """An engine of the fleet as the router knows it."""
-
-    member: Member
-    load: Load = field(default_factory=Load)
-    device: str = "cpu"
-
-    @property
-    def place(self) -> Place:
-        return Place(self.member.node, self.member.rack, self.device)
-
-
 class Dispatcher:
     """Owns the request table and the fleet's state; each stimulus returns the orders that follow from it."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.requests = RequestTable()
-        self.engines: dict[str, Engine] = {}
-        self.index = PrefixIndex()
+        self.fleet = FleetState(limits.transport, limits.data_transport)
         self.dropped: Counter[str] = Counter()
         self._turn = 0
         self._num_asked = 0
@@ -77,18 +68,19 @@ class Dispatcher:
 
     def joined(self, member: Member, load: Load, now: float) -> list[Order]:
         """Take note of an engine's state or load, and use the room that it offers."""
-        self.engines[member.name] = Engine(member, load)
+        self.fleet.engines[member.name] = Engine(member, load)
         return self._advance(now) + self._relieve(member.name)
 
     def lost(self, name: str, now: float) -> list[Order]:
         """Go on without an actor that is dead and fenced."""
-        self.engines.pop(name, None)
-        self.index.forget(name)
+        self.fleet.lost(name)
         orders: list[Order] = []
         for request in list(self.requests.values()):
             request.holders.discard(name)
             if request.gateway == name:
                 orders += self._end(request)
+            elif request.stage == Stage.MIGRATING and name in (request.prefill, request.decode, *request.movers):
+                orders += self._retry(request, name)
             elif name != request.engine and name != request.prefill:
                 orders += self._unpinned(request, name)
             elif request.stage in (Stage.PINNING, Stage.PREFILLING, Stage.WAITING):
@@ -97,11 +89,18 @@ class Dispatcher:
                 orders += self._reject(request, errors.WorkerLost(f"{name} was lost while it decoded the request"))
         return orders + self._advance(now)
 
+    def migrator_ready(self, member: Member, now: float) -> list[Order]:
+        """KV can be moved to and from that node."""
+        if self.fleet.migrators.get(member.node) == member:
+            return []
+        self.fleet.migrators[member.node] = member
+        return self._advance(now)
+
     def cache_changed(self, sender: str, message: CacheChanged) -> None:
-        """Take note of what an engine's prefix cache gained and lost."""
-        if sender in self.engines:
-            self.index.add(sender, message.added)
-            self.index.remove(sender, message.evicted)
+        """Take note of what the prefix cache of an engine, or of a migrator, gained and lost."""
+        if self.fleet.knows(sender):
+            self.fleet.index.add(sender, message.added)
+            self.fleet.index.remove(sender, message.evicted)
 
     def is_idle(self, name: str) -> bool:
         """Whether no request needs that engine any more."""
@@ -115,7 +114,10 @@ class Dispatcher:
             return self._drop(ask)
         self._num_asked += 1
         request = Request(ask, gateway, now, self._num_asked)
-        queued, sizes = len(self.requests.queued), self._sequence_sizes()
+        queued, sizes = (
+            len(self.requests.queued),
+            [count * self.limits.block_tokens for count in self.fleet.max_sequence_blocks()],
+        )
         refused = refusal(ask, self.limits, sizes, queued, self._pace.retry_after_s(queued, now))
         if refused is not None:
             return [_rejected(request, refused)]
@@ -154,6 +156,24 @@ class Dispatcher:
         request.prefilled = message
         self.requests.move(request, Stage.WAITING)
         return self._advance(now)
+
+    def migrated(self, sender: str, message: Migrated) -> list[Order]:
+        """The KV is where the decode engine can read it."""
+        request = self.requests.get(message.request)
+        if request is None or request.attempt != message.attempt or request.stage != Stage.MIGRATING:
+            self._drop(message)
+            return [Order(sender, Release(message.request, message.attempt))]
+        if sender != request.movers[-1]:
+            return self._drop(message)
+        return self._adopt(request, request.decode, message.handle, "ucx")
+
+    def stranded(self, sender: str, message: Stranded, now: float) -> list[Order]:
+        """The KV cannot be brought over: compute it again, perhaps elsewhere."""
+        request = self.requests.get(message.request)
+        is_current = request is not None and request.attempt == message.attempt and request.stage == Stage.MIGRATING
+        if request is None or not is_current or sender not in request.movers:
+            return self._drop(message)
+        return self._retry(request, sender, message.reason) + self._advance(now)
 
     def adopted(self, sender: str, message: Adopted) -> list[Order]:
         """A decode engine runs the sequence."""
@@ -225,7 +245,7 @@ class Dispatcher:
     def _place_prefill(self, request: Request, now: float) -> list[Order]:
         """Choose who computes the prompt; where others have its beginning, ask them to lend it first."""
         views = [
-            replace(view, num_owned=self.index.num_known(request.digests, {view.name}))
+            replace(view, num_owned=self.fleet.index.num_known(request.digests, {view.name}))
             for view in self._views(*FIRST_ROLES)
             if view.has_capacity
         ]
@@ -234,7 +254,7 @@ class Dispatcher:
         if target is None:
             return []
         request.num_cached = cached[target]
-        shares = self.index.shares(request.digests, target, self._neighbours(target))
+        shares = self.fleet.index.shares(request.digests, target, self.fleet.neighbours(target))
         if not shares:
             self.requests.move(request, Stage.PREFILLING, target)
             return [Order(target, self._prefill(request))]
@@ -251,16 +271,7 @@ class Dispatcher:
     def _num_readable(self, request: Request, view: EngineView) -> int:
         """Return how many leading blocks of the prompt that engine can read, or will have computed by then."""
         under_way = self.requests.under_way.get(view.name, {}).values()
-        return self.index.num_known(request.digests, {view.name, *self._neighbours(view.name)}, under_way)
-
-    def _neighbours(self, name: str) -> set[str]:
-        """Return the other engines whose blocks that engine can read in place."""
-        place = self.engines[name].place
-        return {
-            other
-            for other, engine in self.engines.items()
-            if other != name and engine.place.distance(place) == 0 and engine.member.state in ("ready", "draining")
-        }
+        return self.fleet.index.num_known(request.digests, {view.name, *self.fleet.neighbours(view.name)}, under_way)
 
     def _start(self, request: Request) -> list[Order]:
         """Everyone who was asked has answered: compute the rest."""
@@ -281,62 +292,67 @@ class Dispatcher:
 
     def _place_decode(self, request: Request) -> list[Order]:
         ask, done = request.ask, request.prefilled
-        source = self.engines.get(request.prefill)
+        source = self.fleet.engines.get(request.prefill)
         if done is None or source is None:
             return []
         decision = schedule_decode(
             source.place,
-            [replace(view, num_owned=self._num_owned(request, view.name)) for view in self._views("decode")],
+            [replace(view, num_owned=request.num_owned(view.name)) for view in self._views("decode")],
+            needs_migration=self.fleet.needs_migration,
             policy=self.limits.policy,
             max_distance=self.limits.max_distance,
-            can_migrate=self.limits.can_migrate,
             turn=self._turn,
         )
         if decision is None:
             return []
         self._turn += 1
-        self.requests.move(request, Stage.ADOPTING, decision.target)
+        if not decision.need_migration:
+            return self._adopt(request, decision.target, done.handle, "lease")
+        there = self.fleet.engines[decision.target].place.node
+        request.movers = self.fleet.migrators[source.place.node].name, self.fleet.migrators[there].name
+        request.holders.update(request.movers)
+        self.requests.move(request, Stage.MIGRATING, decision.target)
+        message = Migrate(
+            ask.request,
+            request.attempt,
+            done.handle,
+            request.movers[-1],
+            request.digests,
+            ask.priority,
+            ask.deadline_s,
+        )
+        return [Order(request.movers[0], message)]
+
+    def _adopt(self, request: Request, target: str, handle: KVHandle, path: Path) -> list[Order]:
+        """Have an engine go on with a sequence that it can read."""
+        ask, done = request.ask, request.prefilled
+        assert done is not None
+        self.requests.move(request, Stage.ADOPTING, target)
         message = Decode(
             request=ask.request,
             attempt=request.attempt,
             prompt=ask.prompt,
             first_token=done.first_token,
             sampling=ask.sampling,
-            handle=done.handle,
+            handle=handle,
             sent_s=done.sent_s,
             priority=ask.priority,
             save_final_kv=ask.save_final_kv,
+            path=path,
         )
-        return [Order(decision.target, message)]
-
-    def _num_owned(self, request: Request, name: str) -> int:
-        """Return how many blocks of a prefilled sequence are that engine's own, and nobody else can lend it."""
-        handle = request.prefilled.handle if request.prefilled else None
-        return sum(len(segment.blocks) for segment in handle.segments if segment.owner == name) if handle else 0
-
-    def _sequence_sizes(self) -> list[int]:
-        """Return how many tokens each engine that carries sequences to their end could hold of one."""
-        roles = ("decode", "worker")
-        blocks = [e.load.max_blocks for e in self.engines.values() if e.member.role in roles and e.load.max_blocks]
-        return [count * self.limits.block_tokens for count in blocks]
+        return [Order(target, message)]
 
     def _views(self, *roles: str) -> list[EngineView]:
-        views = []
-        for name, engine in self.engines.items():
-            if engine.member.role in roles and engine.member.state == "ready":
-                given = self.requests.assigned.get(name, _NOTHING)
-                room = engine.load.max_sequences
-                views.append(EngineView(name, engine.place, given.num_requests, room, given.num_tokens))
-        return views
+        return self.fleet.views(self.requests.assigned, *roles)
 
     def _relieve(self, name: str) -> list[Order]:
         """When prompts wait for blocks that an engine lends, have a borrower copy what it reads, largest first."""
-        load = self.engines[name].load
+        load = self.fleet.engines[name].load
         if load.blocks_lacking == 0 or load.blocks.leased_out == 0:
             return []
         lent = [r for r in self.requests.values() if r.stage == Stage.DECODING and r.prefill == name]
         for request in sorted(lent, key=lambda r: -len(r.ask.prompt)):
-            holder = self.engines.get(request.decode)
+            holder = self.fleet.engines.get(request.decode)
             size = len(request.ask.prompt) // self.limits.block_tokens
             if holder is not None and not request.is_copied and size < holder.load.blocks.free:
                 request.is_copied = True
@@ -345,10 +361,10 @@ class Dispatcher:
 
     # ---- Endings --------
 
-    def _retry(self, request: Request, lost: str) -> list[Order]:
+    def _retry(self, request: Request, lost: str, reason: str = "it was lost") -> list[Order]:
         """Compute the prompt again elsewhere; the gateway drops a first token that it has already."""
         if request.attempt >= MAX_ATTEMPTS:
-            return self._reject(request, errors.WorkerLost(f"{lost} was lost in attempt {request.attempt}"))
+            return self._reject(request, errors.WorkerLost(f"{lost} in attempt {request.attempt}: {reason}"))
         orders = self._releases(request)
         request.holders.clear()
         request.attempt += 1
@@ -381,9 +397,6 @@ class Dispatcher:
     def _drop(self, message: Message) -> list[Order]:
         self.dropped[type(message).__name__] += 1
         return []
-
-
-_NOTHING = Assigned()
 
 
 def _rejected(request: Request, error: errors.PDError) -> Order:

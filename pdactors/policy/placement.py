@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -80,7 +80,7 @@ def schedule_decode(
     *,
     policy: PlacementPolicy = "locality",
     max_distance: int = 2,
-    can_migrate: bool = True,
+    needs_migration: Callable[[Place, Place], bool | None],
     turn: int = 0,
 ) -> DecodeDecision | None:
     """Choose the engine that decodes a sequence whose KV is at `source`; None if nobody has room.
@@ -88,11 +88,10 @@ def schedule_decode(
     `locality`: the nearest engine with capacity up to `max_distance`, of equals the one that owns most of the sequence,
     then the least loaded; where there is none that near, the least loaded one.
     `least_loaded`: the least loaded, wherever it is. `round_robin`: each in turn (`turn` counts the decisions).
-    KV is read in place on the same device; everything else needs a migration, and without `can_migrate` is out of
-    reach.
+    `needs_migration` says whether KV has to move from one place to another; None: it cannot get there.
     """
-    reachable = [e for e in engines if can_migrate or source.distance(e.place) == 0]
-    candidates = sorted((e for e in reachable if e.has_capacity), key=lambda e: e.name)
+    moves = {e.name: needs_migration(source, e.place) for e in engines}
+    candidates = sorted((e for e in engines if e.has_capacity and moves[e.name] is not None), key=lambda e: e.name)
     if not candidates:
         return None
     if policy == "round_robin":
@@ -103,8 +102,7 @@ def schedule_decode(
             chosen = min(near, key=lambda e: (source.distance(e.place), -e.num_owned, e.num_requests))
         else:
             chosen = min(candidates, key=lambda e: (e.num_requests, source.distance(e.place)))
-    distance = source.distance(chosen.place)
-    return DecodeDecision(chosen.name, need_migration=distance > 0, distance=distance)
+    return DecodeDecision(chosen.name, bool(moves[chosen.name]), source.distance(chosen.place))
 
 
 _NOBODY = EngineView("", Place("", ""), 0, 0)

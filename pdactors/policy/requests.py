@@ -1,9 +1,10 @@
 """The router's request table: every request in flight, found by id, by stage and by engine. Pure.
 
 QUEUED --place--> PREFILLING --prefilled--> WAITING --decode has room--> ADOPTING --adopted--> DECODING
- |  ^               ^    |                     |
- |  +--prefill lost-|----+---------------------+      any stage: finished, failed, cancelled, timed out -> gone
- |                  |
+ |  ^               ^    |                   |  |                           ^
+ |  |               |    |                   |  +--elsewhere--> MIGRATING --+
+ |  +--prefill lost-|----+-------------------+----------------------+      any stage: finished, failed, cancelled,
+ |                  |                                                                  timed out -> gone
  +-----> PINNING ---+  others lend the prompt's beginning (and back to QUEUED when the prefill is lost)
 """
 
@@ -23,6 +24,7 @@ class Stage(StrEnum):
     PINNING = "pinning"
     PREFILLING = "prefilling"
     WAITING = "waiting"
+    MIGRATING = "migrating"
     ADOPTING = "adopting"
     DECODING = "decoding"
 
@@ -31,10 +33,13 @@ _LEGAL = {
     Stage.QUEUED: {Stage.PINNING, Stage.PREFILLING},
     Stage.PINNING: {Stage.PREFILLING, Stage.QUEUED},
     Stage.PREFILLING: {Stage.WAITING, Stage.QUEUED},
-    Stage.WAITING: {Stage.ADOPTING, Stage.QUEUED},
+    Stage.WAITING: {Stage.ADOPTING, Stage.MIGRATING, Stage.QUEUED},
+    Stage.MIGRATING: {Stage.ADOPTING, Stage.QUEUED},
     Stage.ADOPTING: {Stage.DECODING},
     Stage.DECODING: set[Stage](),
 }
+
+_AT_DECODE = {Stage.MIGRATING, Stage.ADOPTING, Stage.DECODING}
 
 
 @dataclass(eq=False)
@@ -50,6 +55,7 @@ class Request:
     prefill: str = ""
     decode: str = ""
     prefilled: Prefilled | None = None
+    movers: tuple[str, ...] = ()  # migrators that the KV moves through
     digests: tuple[bytes, ...] = ()  # of the prompt's full blocks that need not be computed where they are cached
     num_cached: int = 0  # tokens of the prompt that its engine was expected to read when it was chosen
     pins: dict[int, str] = field(default_factory=dict)  # first block -> owner asked to lend, that has not answered
@@ -66,7 +72,12 @@ class Request:
     @property
     def engine(self) -> str:
         """The engine that the request is accounted to; "" while it is queued."""
-        return self.decode if self.stage in (Stage.ADOPTING, Stage.DECODING) else self.prefill
+        return self.decode if self.stage in _AT_DECODE else self.prefill
+
+    def num_owned(self, name: str) -> int:
+        """Return how many blocks of a prefilled sequence are that engine's own, and nobody else can lend it."""
+        segments = self.prefilled.handle.segments if self.prefilled else ()
+        return sum(len(segment.blocks) for segment in segments if segment.owner == name)
 
 
 class Queue:
@@ -130,7 +141,7 @@ class RequestTable(Mapping[str, Request]):
         self._leave(request)
 
     def move(self, request: Request, stage: Stage, engine: str = "") -> None:
-        """Change the stage; `engine` takes the request where it is PINNING, PREFILLING or ADOPTING from now on.
+        """Change the stage; `engine` takes the request from PINNING, PREFILLING, MIGRATING or ADOPTING on.
 
         Raises:
             InvariantError: the automaton above has no such arrow.
@@ -140,14 +151,15 @@ class RequestTable(Mapping[str, Request]):
         self._leave(request)
         request.stage = stage
         if stage == Stage.QUEUED:
-            request.prefill, request.prefilled = "", None
+            request.prefill, request.decode, request.prefilled = "", "", None
+            request.movers = ()
             request.num_cached = 0
             request.pins.clear()
             request.prefix.clear()
         elif stage in (Stage.PINNING, Stage.PREFILLING):
             request.prefill = engine
-        elif stage == Stage.ADOPTING:
-            request.decode = engine
+        elif stage in _AT_DECODE:
+            request.decode = engine or request.decode
         if engine:
             request.holders.add(engine)
         self._enter(request)
@@ -163,7 +175,7 @@ class RequestTable(Mapping[str, Request]):
             stage = request.stage
             if name != request.ask.request:
                 raise InvariantError(f"request {request.ask.request} is filed under {name}")
-            if (stage in (Stage.WAITING, Stage.ADOPTING, Stage.DECODING)) != (request.prefilled is not None):
+            if (stage == Stage.WAITING or stage in _AT_DECODE) != (request.prefilled is not None):
                 raise InvariantError(f"request {name} is {stage} with the hand-over {request.prefilled}")
             if (stage == Stage.QUEUED) == bool(request.engine):
                 raise InvariantError(f"request {name} is {stage} at {request.engine or 'no engine'}")

@@ -1,0 +1,263 @@
+"""`Mover`: how a migrator moves KV between nodes. It owns what both directions need: blocks, leases, the data port.
+
+What is moved is borrowed from one engine and lent to another, as engines do among each other, so the arena's own rules
+hold on both nodes. What has arrived stays in the prefix cache here: a second request with that beginning finds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdactors.actors.actor import ROUTER
+from pdactors.actors.extent_keeper import ExtentKeeper
+from pdactors.actors.inbound import Inbound
+from pdactors.actors.outbound import Outbound
+from pdactors.errors import ConnectionLost, Overloaded, PDError
+from pdactors.kv.blocks import BlockPool
+from pdactors.kv.loans import Loans
+from pdactors.messages import (
+    CacheChanged,
+    Codec,
+    DataPort,
+    Fleet,
+    Member,
+    Message,
+    Migrate,
+    Pin,
+    Pinned,
+    Release,
+    Segment,
+)
+from pdactors.policy.liveness import Liveness
+from pdactors.transport.ports import open_port
+
+if TYPE_CHECKING:
+    from pdactors.actors.migrator import Migrator
+
+T = TypeVar("T")
+
+
+class Mover:
+    """The part of a migrator that moves KV. `actor` is whom it speaks through."""
+
+    def __init__(self, actor: Migrator) -> None:
+        spec = actor.spec
+        self.actor = actor
+        self.spec = spec
+        self.clock = actor.clock
+        self.log = actor.log
+        self.arena = actor.arena
+        self.pool = BlockPool()
+        self.loans = Loans(self.pool, self.arena.leases(), spec.slot, spec.incarnation, spec.config.kv.lease_s)
+        self.extents = ExtentKeeper(
+            self.arena,
+            self.pool,
+            spec.slot,
+            spec.num_owners,
+            spec.layout.num_blocks(spec.model.max_model_len),
+            lambda message: actor.tell(spec.name, message),
+        )
+        self.port_name = spec.config.data_transport
+        self.outbound = Outbound(self)
+        self.inbound = Inbound(self)
+        self.num_bytes = 0
+        self.num_moved = 0
+        self._peers: dict[str, Member] = {}  # migrators whose data ports are connected
+        self._addresses: dict[str, bytes] = {}
+        self._liveness = Liveness(spec.config.router.dead_after_ms / 1000)
+        self._thread = ThreadPoolExecutor(1, "codec")
+
+    # ---- Life --------
+
+    def start(self) -> None:
+        """Open the data port, and go on with what a predecessor lent.
+
+        Raises:
+            ConfigError: the transport cannot be had here.
+        """
+        node = self.spec.config.node_named(self.spec.node)
+        self.port = open_port(self.port_name, host=node.host, device=node.ucx_device, ports=node.ucx_ports)
+        self.extents.take_over()
+        self.loans.take_over()
+        self._connect(self.actor.me(), self.port.address)
+
+    def close(self) -> None:
+        """Let go of the port."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self.port.close()
+
+    def tick(self) -> None:
+        """Take back what ended, and ask for the memory that is missed."""
+        now = self.clock()
+        self.loans.sweep(now)
+        self.outbound.mind_deadlines(now)
+        self.inbound.serve()
+        self.tell_cache()
+
+    def renew(self) -> None:
+        """Keep what is lent and borrowed."""
+        if lost := self.loans.renew(self.clock()):
+            self.outbound.leases_lost(lost)
+
+    def check(self) -> None:
+        """Hold the books against themselves (I5)."""
+        self.pool.check()
+        self.loans.check()
+
+    # ---- What both directions need --------
+
+    def tell(self, name: str, message: Message) -> bool:
+        return self.actor.tell(name, message)
+
+    def drop(self, why: str, **context: object) -> None:
+        self.actor.drop(why, **context)
+
+    async def in_thread(self, action: Callable[..., T], *arguments: object) -> T:
+        """Compute beside the loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, action, *arguments)
+
+    def codec_for(self, _message: Migrate) -> Codec:
+        """Return in which form a sequence's KV goes over the wire."""
+        return "none"
+
+    def wire_bytes(self, _codec: Codec) -> int:
+        """Return what a block takes on the wire."""
+        return self.spec.layout.block_bytes
+
+    def wire_form(self, blocks: Sequence[int], _codec: Codec) -> list[NDArray[np.uint8]]:
+        """Return blocks as they are sent."""
+        return [self.arena.payload()[block] for block in blocks]
+
+    def landing_place(self, blocks: Sequence[int], _codec: Codec) -> list[NDArray[np.uint8]]:
+        """Return where blocks are received."""
+        return [self.arena.payload()[block] for block in blocks]
+
+    def memory_form(self, _parts: list[NDArray[np.uint8]], _blocks: Sequence[int], _codec: Codec) -> None:
+        """Put what was received into its blocks."""
+
+    def moved(self, num_bytes: int) -> None:
+        """Count a migration that is complete."""
+        self.num_bytes += num_bytes
+        self.num_moved += 1
+
+    # ---- Memory --------
+
+    def want_memory(self) -> None:
+        """Ask for what the next offer lacks."""
+        self.extents.mind(self.inbound.blocks_lacking, self.arena.extent_blocks, self.clock())
+
+    async def add_extents(self, granted: tuple[int, ...]) -> None:
+        """Use extents that we were given."""
+        await self.extents.add(granted)
+        self.inbound.serve()
+
+    def give_back(self, count: int) -> None:
+        """Return extents that hold nothing live."""
+        self.extents.give_back(count, self.inbound.num_unreserved)
+        self.tell_cache()
+
+    def tell_cache(self) -> None:
+        """Let the router know what our prefix cache gained and lost."""
+        changes = self.pool.drain_events()
+        if changes.added or changes.evicted:
+            self.tell(ROUTER, CacheChanged(tuple(changes.added), tuple(changes.evicted)))
+
+    def pin(self, message: Pin) -> None:
+        """Lend what is still cached of a prefix."""
+        blocks = self.pool.match(message.digests)
+        segment = None
+        if blocks and self.inbound.num_unreserved >= 0:
+            try:
+                lease = self.loans.lend((message.request, message.attempt), blocks, self.clock())
+                segment = Segment(self.spec.name, lease, message.start, tuple(blocks))
+            except Overloaded:
+                self.log.warning("no lease record is free", request=message.request)
+        self.pool.free(blocks)
+        self.tell(ROUTER, Pinned(message.request, message.attempt, message.start, segment))
+
+    def release(self, message: Release) -> None:
+        """The request is over, or an attempt of it."""
+        self.outbound.release(message)
+        self.inbound.release(message)
+        self.loans.revoke((message.request, message.attempt))
+
+    # ---- Peers --------
+
+    def can_reach(self, name: str) -> bool:
+        """Whether KV can be sent to that migrator."""
+        return name in self._peers
+
+    def offer_port(self, name: str) -> None:
+        """Tell another migrator where KV for us is sent."""
+        self.tell(name, DataPort(self.port_name, self.port.address))
+
+    def port_offered(self, sender: Member, message: DataPort) -> None:
+        """Connect to another migrator's port; the same one again is no news."""
+        known = self._peers.get(sender.name)
+        is_same = known is not None and known.incarnation == sender.incarnation
+        if is_same and self._addresses[sender.name] == message.address:
+            return
+        if message.transport != self.port_name:
+            self.log.error("data transports differ", peer=sender.name, theirs=message.transport, ours=self.port_name)
+            return
+        self.forget(sender.name, "it has a new data port")
+        self._connect(sender, message.address)
+        self.offer_port(sender.name)
+
+    def alive(self, sender: Member) -> None:
+        """A peer gave a sign of life."""
+        if sender.name in self._peers:
+            self._liveness.heard(sender.name, self.clock())
+
+    def mind_peers(self) -> None:
+        """Drop the connections of peers that are silent: on the data port they look idle."""
+        for name in self._liveness.silent(self.clock()):
+            self.reconnect(name, f"silent for {self.spec.config.router.dead_after_ms} ms")
+
+    def fleet_changed(self, fleet: Fleet) -> None:
+        """Forget peers that are gone."""
+        alive = {member.name: member.incarnation for member in fleet.members}
+        for name, member in list(self._peers.items()):
+            if name != self.spec.name and alive.get(name) != member.incarnation:
+                self.forget(name, "it is gone")
+
+    def reconnect(self, name: str, reason: str) -> None:
+        """Drop a connection that is of no use any more, and what is under way on it; then connect afresh."""
+        member, address = self._peers.get(name), self._addresses.get(name, b"")
+        self.forget(name, reason)
+        if member is not None:
+            self._connect(member, address)
+
+    def forget(self, name: str, reason: str) -> None:
+        """Let go of a peer, its connection, and what is under way with it."""
+        if self._peers.pop(name, None) is None:
+            return
+        self.log.info("data connection dropped", peer=name, reason=reason)
+        self._liveness.forget(name)
+        self.port.disconnect(name)
+        self.outbound.peer_lost(name, reason)
+        self.inbound.peer_lost(name)
+
+    def _connect(self, member: Member, address: bytes) -> None:
+        try:
+            self.port.connect(member.name, address, self._on_lost)
+        except PDError as error:
+            self.log.error("data port unreachable", peer=member.name, reason=error.message)
+            return
+        self._peers[member.name] = member
+        self._addresses[member.name] = address
+        if member.name != self.spec.name:
+            self._liveness.heard(member.name, self.clock())
+
+    def _on_lost(self, name: str, error: PDError) -> None:
+        """The connection failed by itself; a peer that lives on says so by its sign of life, and is connected again."""
+        member, address = self._peers.get(name), self._addresses.get(name, b"")
+        self.forget(name, error.message)
+        if member is not None and isinstance(error, ConnectionLost):
+            self._connect(member, address)

@@ -1,0 +1,311 @@
+"""The sending side of a migrator: what leaves this node's memory, in which order, and how each transfer goes.
+
+A migration's life: Migrate (from the router) -> Offer -> Taken -> for each transfer Ask -> Grant -> header and blocks
+-> Stored -> the lease goes back to whoever lent the KV. A granted transfer is always answered, at least by a void
+header: a receive that was posted cannot be taken back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdactors.actors.actor import ROUTER
+from pdactors.errors import PDError
+from pdactors.kv import frame
+from pdactors.kv.frame import Header
+from pdactors.kv.leases import LeaseLost
+from pdactors.messages import (
+    Abandon,
+    Ask,
+    Codec,
+    Grant,
+    Lease,
+    Member,
+    Migrate,
+    Offer,
+    Release,
+    Stored,
+    Stranded,
+    Taken,
+)
+from pdactors.policy.transfer import Key, Transfer, TransferQueue
+
+if TYPE_CHECKING:
+    from pdactors.actors.mover import Mover
+
+MAX_TRIES = 4  # of one transfer
+HEADER, PAYLOAD = 0, 1  # a transfer's two tags, after the granted one
+
+
+@dataclass(eq=False)
+class Leaving:
+    """A sequence's KV on its way to another node."""
+
+    key: Key
+    target: str
+    num_tokens: int
+    blocks: dict[int, int]  # index in the sequence -> block
+    borrowed: list[Lease]
+    watched: list[Lease]  # held by the engine that borrowed them; they must stand until all is sent
+    codec: Codec
+    began_s: float
+    transfers: dict[int, Transfer] = field(default_factory=dict)
+    tries: dict[int, int] = field(default_factory=dict)  # by first block
+    num_reading: int = 0  # sends whose memory must stay
+    num_bytes: int = 0
+    is_over: bool = False
+
+
+class Outbound:
+    """Owns the migrations that leave."""
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self._leaving: dict[Key, Leaving] = {}
+        self._ending: set[Leaving] = set()  # over, but some of it is still being read
+        self.queue = TransferQueue()
+        self.num_sent = 0  # transfers, for the fault that a test asks for
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """The migrations under way."""
+        return (*self._leaving, *(leaving.key for leaving in self._ending))
+
+    # ---- A migration --------
+
+    def migrate(self, message: Migrate) -> None:
+        """Borrow the KV and offer it to its destination."""
+        key = message.request, message.attempt
+        if key in self._leaving:
+            return
+        mover, handle = self._mover, message.handle
+        layout = mover.spec.layout.fingerprint
+        if handle.layout != layout:
+            return self._strand(key, f"KV layout: the handle's is {handle.layout}, ours is {layout}")
+        if not mover.can_reach(message.target):
+            return self._strand(key, f"{message.target} cannot be reached")
+        borrowed: list[Lease] = []
+        watched: list[Lease] = []
+        try:
+            for segment in handle.segments:
+                if segment.owner == handle.owner and segment.lease not in borrowed:
+                    mover.loans.borrow(segment.lease, mover.clock())
+                    borrowed.append(segment.lease)
+                elif segment.owner != handle.owner:
+                    watched.append(segment.lease)
+        except LeaseLost as error:
+            for lease in borrowed:
+                mover.loans.give_back(lease)
+            return self._strand(key, error.message)
+        leaving = Leaving(
+            key,
+            message.target,
+            handle.num_tokens,
+            {index: block for s in handle.segments for index, block in enumerate(s.blocks, s.start)},
+            borrowed,
+            watched,
+            mover.codec_for(message),
+            mover.clock(),
+        )
+        expected = set(range(mover.spec.layout.num_blocks(handle.num_tokens)))
+        if set(leaving.blocks) != expected or max(leaving.blocks.values()) >= mover.arena.num_blocks:
+            self._let_go(leaving)
+            return self._strand(key, f"the handle names {len(leaving.blocks)} blocks for {handle.num_tokens} tokens")
+        self._leaving[key] = leaving
+        self.queue.add(key, message.target, message.priority, message.deadline_s)
+        mover.tell(message.target, Offer(*key, layout, handle.num_tokens, message.digests))
+        return None
+
+    def taken(self, sender: Member, message: Taken) -> None:
+        """The destination wants all but what it has already."""
+        leaving = self._of(sender, message)
+        if leaving is None or leaving.transfers or not 0 <= message.num_ready <= len(leaving.blocks):
+            return self._mover.drop("untimely taken")
+        self.queue.extend(leaving.key, message.num_ready, len(leaving.blocks))
+        if message.num_ready == len(leaving.blocks):
+            return self._finish(leaving)
+        return self.pump(leaving.target)
+
+    def pump(self, target: str) -> None:
+        """Ask for room for whatever may go now."""
+        while (transfer := self.queue.next(target)) is not None:
+            leaving = self._leaving[transfer.key]
+            leaving.transfers[transfer.number] = transfer
+            self._mover.tell(
+                target, Ask(*transfer.key, transfer.number, transfer.start, transfer.num_blocks, leaving.codec)
+            )
+
+    # ---- A transfer --------
+
+    def granted(self, sender: Member, grant: Grant) -> None:
+        """Send what there is room for now."""
+        leaving = self._leaving.get((grant.request, grant.attempt))
+        transfer = leaving.transfers.get(grant.transfer) if leaving is not None else None
+        if leaving is None or transfer is None or leaving.target != sender.name:
+            return self._send_void(sender, grant)
+        leaving.num_reading += 1
+        self._mover.actor.spawn(self._send(sender, leaving, transfer, grant))
+        return None
+
+    async def _send(self, target: Member, leaving: Leaving, transfer: Transfer, grant: Grant) -> None:
+        mover = self._mover
+        blocks = [leaving.blocks[i] for i in range(transfer.start, transfer.start + transfer.num_blocks)]
+        parts, checksum = await mover.in_thread(self._prepare, blocks, leaving.codec)
+        header = Header(
+            grant.secret,
+            mover.spec.layout.fingerprint,
+            mover.spec.incarnation,
+            target.incarnation,
+            grant.attempt,
+            transfer.number,
+            transfer.start,
+            transfer.num_blocks,
+            leaving.codec,
+            sum(part.nbytes for part in parts),
+            checksum,
+            is_void=leaving.is_over,
+        )
+        parts = self._damaged(parts)
+
+        def ended(_error: PDError | None) -> None:  # a lost connection ends every migration over it, see `peer_lost`
+            leaving.num_reading -= 1
+            leaving.num_bytes += header.size
+            if leaving.is_over:
+                self._let_go(leaving)
+
+        try:
+            mover.port.send(target.name, grant.tag + HEADER, [np.frombuffer(header.pack(), np.uint8)], _ignore)
+            if header.is_void:
+                return ended(None)
+            mover.port.send(target.name, grant.tag + PAYLOAD, parts, ended)
+        except PDError as error:
+            ended(error)
+            self.peer_lost(target.name, error.message)
+
+    def _prepare(self, blocks: Sequence[int], codec: Codec) -> tuple[list[NDArray[np.uint8]], int]:
+        """Return what goes on the wire, the blocks themselves unless they are encoded, and its checksum."""
+        parts = self._mover.wire_form(blocks, codec)
+        return parts, frame.checksum(parts) if self._mover.spec.config.kv.checksum else 0
+
+    def _damaged(self, parts: list[NDArray[np.uint8]]) -> list[NDArray[np.uint8]]:
+        """Change a byte of every n-th transfer behind its checksum, if the configuration asks for that fault."""
+        self.num_sent += 1
+        every = self._mover.spec.config.kv.damage_every
+        if not every or self.num_sent % every:
+            return parts
+        first = parts[0].copy()
+        first[len(first) // 2] ^= 1
+        return [first, *parts[1:]]
+
+    def _send_void(self, target: Member, grant: Grant) -> None:
+        """Nobody wants this any more: let the receiver have his blocks back."""
+        spec = self._mover.spec
+        header = Header(
+            grant.secret, spec.layout.fingerprint, spec.incarnation, target.incarnation, grant.attempt, grant.transfer,
+            0, 0, "none", 0, is_void=True,
+        )  # fmt: skip
+        try:
+            self._mover.port.send(target.name, grant.tag + HEADER, [np.frombuffer(header.pack(), np.uint8)], _ignore)
+        except PDError as error:
+            self._mover.drop("void unsent", reason=error.message)
+
+    def stored(self, sender: Member, message: Stored) -> None:
+        """A transfer has arrived, or has to be sent again."""
+        leaving = self._of(sender, message)
+        transfer = leaving.transfers.pop(message.transfer, None) if leaving is not None else None
+        if leaving is None or transfer is None:
+            return self._mover.drop("untimely stored")
+        is_done = self.queue.ended(transfer, is_stored=not message.error)
+        if message.error:
+            tries = leaving.tries[transfer.start] = leaving.tries.get(transfer.start, 1) + 1
+            self._mover.log.warning("transfer damaged", request=leaving.key[0], reason=message.error, tries=tries)
+            if tries > MAX_TRIES:
+                return self._fail(leaving, f"a transfer failed {MAX_TRIES} times: {message.error}")
+        elif is_done:
+            self._finish(leaving)
+        return self.pump(sender.name)
+
+    # ---- Endings --------
+
+    def abandoned(self, sender: Member, message: Abandon) -> None:
+        """The destination cannot go on."""
+        leaving = self._of(sender, message)
+        if leaving is not None:
+            self._end(leaving)
+            self._strand(leaving.key, message.reason)
+            self.pump(sender.name)
+
+    def release(self, message: Release) -> None:
+        """The request is over: send nothing more of it."""
+        leaving = self._leaving.get((message.request, message.attempt))
+        if leaving is not None:
+            self._end(leaving)
+            self.pump(leaving.target)
+
+    def peer_lost(self, peer: str, reason: str) -> None:
+        """Nothing that was on its way to that peer arrives any more."""
+        for leaving in [leaving for leaving in self._leaving.values() if leaving.target == peer]:
+            self._fail(leaving, f"{peer} was lost: {reason}")
+
+    def leases_lost(self, lost: set[Lease]) -> None:
+        """Their owner took KV back that is being sent."""
+        for leaving in [leaving for leaving in self._leaving.values() if not lost.isdisjoint(leaving.borrowed)]:
+            self._fail(leaving, "the KV was taken back")
+
+    def mind_deadlines(self, now: float) -> None:
+        """Send nothing more of what is overdue; the router ends the request."""
+        for key in self.queue.overdue(now):
+            self._fail(self._leaving[key], "its deadline has passed")
+
+    def _finish(self, leaving: Leaving) -> None:
+        if not all(map(self._mover.arena.leases().stands, leaving.watched)):
+            return self._fail(leaving, "KV that it borrows from another engine was taken back")
+        self._end(leaving)
+        seconds = self._mover.clock() - leaving.began_s
+        self._mover.moved(leaving.num_bytes)
+        self._mover.log.info(
+            "migrated",
+            request=leaving.key[0],
+            to=leaving.target,
+            path=self._mover.port_name,
+            codec=leaving.codec,
+            mb=round(leaving.num_bytes / 1e6, 2),
+            ms=round(1000 * seconds, 1),
+            gb_s=round(leaving.num_bytes / seconds / 1e9, 3),
+        )
+
+    def _fail(self, leaving: Leaving, reason: str) -> None:
+        self._end(leaving)
+        self._mover.tell(leaving.target, Abandon(*leaving.key, reason))
+        self._strand(leaving.key, reason)
+
+    def _strand(self, key: Key, reason: str) -> None:
+        self._mover.log.warning("not migrated", request=key[0], reason=reason)
+        self._mover.tell(ROUTER, Stranded(*key, reason))
+
+    def _end(self, leaving: Leaving) -> None:
+        del self._leaving[leaving.key]
+        self.queue.remove(leaving.key)
+        leaving.is_over = True
+        self._ending.add(leaving)
+        self._let_go(leaving)
+
+    def _let_go(self, leaving: Leaving) -> None:
+        """Give the leases back as soon as nothing is read any more."""
+        if not leaving.num_reading:
+            self._ending.discard(leaving)
+            for lease in leaving.borrowed:
+                self._mover.loans.give_back(lease)
+
+    def _of(self, sender: Member, message: Taken | Stored | Abandon) -> Leaving | None:
+        leaving = self._leaving.get((message.request, message.attempt))
+        return leaving if leaving is not None and leaving.target == sender.name else None
+
+
+def _ignore(_error: PDError | None) -> None:
+    """What becomes of a header shows in what becomes of the payload."""

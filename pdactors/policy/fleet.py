@@ -1,0 +1,81 @@
+"""The fleet as the router knows it: engines, migrators, and which of them has the KV of which prefix. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pdactors.messages import Load, Member
+from pdactors.policy.placement import EngineView, Place
+from pdactors.policy.prefix_index import PrefixIndex
+from pdactors.policy.requests import Assigned
+from pdactors.policy.transfer import choose_way
+
+
+@dataclass
+class Engine:
+    """An engine of the fleet as the router knows it."""
+
+    member: Member
+    load: Load = field(default_factory=Load)
+    device: str = "cpu"
+
+    @property
+    def place(self) -> Place:
+        return Place(self.member.node, self.member.rack, self.device)
+
+
+class FleetState:
+    """Owns who is there. `transport` is that of the cluster file, `data_transport` what migrators offer, "" if none."""
+
+    def __init__(self, transport: str, data_transport: str) -> None:
+        self.engines: dict[str, Engine] = {}
+        self.migrators: dict[str, Member] = {}  # by node, those that are ready
+        self.index = PrefixIndex()
+        self._transport = transport
+        self._data_transport = data_transport
+
+    def lost(self, name: str) -> None:
+        """Forget an engine or a migrator."""
+        self.engines.pop(name, None)
+        self.migrators = {node: member for node, member in self.migrators.items() if member.name != name}
+        self.index.forget(name)
+
+    def knows(self, name: str) -> bool:
+        """Whether that is an engine, or a migrator that is ready."""
+        return name in self.engines or any(member.name == name for member in self.migrators.values())
+
+    def views(self, assigned: Mapping[str, Assigned], *roles: str) -> list[EngineView]:
+        """Describe the engines of these roles that take work, by what they were assigned."""
+        views = []
+        for name, engine in self.engines.items():
+            if engine.member.role in roles and engine.member.state == "ready":
+                given = assigned.get(name, _NOTHING)
+                room = engine.load.max_sequences
+                views.append(EngineView(name, engine.place, given.num_requests, room, given.num_tokens))
+        return views
+
+    def neighbours(self, name: str) -> set[str]:
+        """Return who else has blocks that this engine can read in place."""
+        place = self.engines[name].place
+        engines = {
+            other
+            for other, engine in self.engines.items()
+            if other != name and engine.place.distance(place) == 0 and engine.member.state in ("ready", "draining")
+        }
+        return engines | {member.name for node, member in self.migrators.items() if node == place.node}
+
+    def max_sequence_blocks(self) -> list[int]:
+        """Return how many blocks each engine that carries sequences to their end could hold of one."""
+        roles = ("decode", "worker")
+        return [e.load.max_blocks for e in self.engines.values() if e.member.role in roles and e.load.max_blocks]
+
+    def needs_migration(self, source: Place, target: Place) -> bool | None:
+        """Say whether KV has to move from one place to the other; None if it cannot get there."""
+        both = source.node in self.migrators and target.node in self.migrators
+        offered = (self._data_transport,) if both else ()
+        way = choose_way(source, target, self._transport, offered)
+        return None if way is None else way.path != "lease"
+
+
+_NOTHING = Assigned()

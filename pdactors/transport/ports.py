@@ -1,0 +1,23 @@
+"""Which data port serves which name of `kv.transport`."""
+
+from __future__ import annotations
+
+from pdactors.errors import ConfigError
+from pdactors.transport.data_port import DataPort
+
+
+def open_port(name: str, *, host: str, device: str, ports: str) -> DataPort:
+    """Open a data port on the running event loop; `device` "" finds the network device that holds `host`.
+
+    Raises:
+        ConfigError: no transport has that name, or it cannot be had here.
+    """
+    if name == "inproc":
+        from pdactors.transport.inproc_port import InprocPort
+
+        return InprocPort()
+    if name == "ucx":
+        from pdactors.transport.ucx import UcxPort, device_of
+
+        return UcxPort(device or device_of(host), ports)
+    raise ConfigError(f"kv.transport {name!r}: no data port has that name; known: ucx, inproc")
