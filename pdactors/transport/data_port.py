@@ -32,8 +32,8 @@ class DataPort(Protocol):
     def connect(self, peer: str, address: bytes, lost: Lost) -> None:
         """Make a peer reachable under a name of the caller's choosing; both ends do it, once each per connection.
 
-        `lost` is called once, with the name, if the connection fails by itself: the peer's port was closed, or its
-        process died. It is gone by then. A peer that is only silent is not noticed.
+        `lost` is called once, with the name, if the connection fails by itself, as it does when the peer's process
+        dies; it is gone by then. A peer that is only silent is not noticed.
 
         Raises:
             ConnectionLost: the address makes no sense, or the peer is connected already.
@@ -70,7 +70,7 @@ class DataPort(Protocol):
         """
 
     def close(self) -> None:
-        """Drop every connection and the port; idempotent."""
+        """Drop every connection and the port; idempotent. Peers with nothing under way are told by `lost`."""
 
 
 def check_transfer(tag: int, buffers: Sequence[Buffer]) -> None:

@@ -1,4 +1,4 @@
-"""A data port inside one process, which copies from memory to memory: the reference for the others, and the test double.
+"""A data port inside one process, which copies: the reference for the others, and the test double.
 
 A test that wants a bad wire overrides `deliver` (to hold transfers back) or `copy` (to spoil what arrives).
 """
