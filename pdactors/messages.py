@@ -414,6 +414,7 @@ class Prefill(Message, frozen=True):
     priority: Priority = "interactive"
     save_final_kv: bool = True
     prefix: tuple[Segment, ...] = ()  # KV of the prompt's beginning that other engines lend
+    ship_to: str = ""  # the migrator that finished blocks are sent to while later ones are computed
 
 
 class Decode(Message, frozen=True):
@@ -546,6 +547,18 @@ class Migrate(Message, frozen=True):
     deadline_s: float | None = None
 
 
+class Announce(Message, frozen=True):
+    """Prefill: these blocks of a prompt of `num_tokens` tokens are final; send them ahead to the migrator `target`."""
+
+    request: str
+    attempt: int
+    target: str
+    segment: Segment
+    num_tokens: int
+    digests: tuple[bytes, ...] = ()
+    priority: Priority = "interactive"
+
+
 class DataPort(Message, frozen=True):
     """Where KV for this migrator is sent, in the words of its data transport."""
 
@@ -619,7 +632,7 @@ Control: TypeAlias = (
     | CacheChanged | Pinned | Exited | Drain | Fence | Inspect | Inspected
     | Prefill | Decode | Pin | CopyOut | Release
     | Tokens | Rejected | Fleet | Surveyed
-    | Migrate | Migrated | Stranded | DataPort | Offer | Taken | Ask | Grant | Stored | Abandon | Alive
+    | Migrate | Announce | Migrated | Stranded | DataPort | Offer | Taken | Ask | Grant | Stored | Abandon | Alive
     | WantExtents | Extents | RecallExtents | ReturnExtents | Retired
     | DrainActor | Scale | StartEngines | EnginesStarted | Retire | Answered
 )  # fmt: skip

@@ -102,6 +102,9 @@ class EngineActor(Actor):
         """A sequence starts to run."""
         sequence.begin_s = self.clock()
 
+    def progressed(self, sequences: list[Sequence]) -> None:
+        """These sequences took part in a step; some may have been handed on or ended since."""
+
     # ---- Life --------
 
     def wants(self, member: Member) -> bool:
@@ -158,6 +161,7 @@ class EngineActor(Actor):
             if slow is not None:
                 self.log.warning("slow decode step", **slow)
             self._publish(engine.commit(step, result))
+            self.progressed([sequence for sequence, _ in step.portions])
 
     async def _idle(self) -> None:
         """Wait for something to do, and check the books once it is quiet: others still hurry with what we just sent.
@@ -231,6 +235,7 @@ class EngineActor(Actor):
             message.sampling,
             is_urgent=message.priority == "interactive",
             saves_kv=message.save_final_kv,
+            ship_to=message.ship_to,
             received_s=self.clock(),
         )
         for segment in message.prefix:

@@ -18,6 +18,7 @@ from pdactors.kv.arena import Arena
 from pdactors.messages import (
     Abandon,
     Alive,
+    Announce,
     Ask,
     Blocks,
     DataPort,
@@ -72,6 +73,7 @@ class Migrator(Actor):
         self.accept(Pin, lambda _, message: mover.pin(message), "router")
         self.accept(Release, lambda _, message: mover.release(message), "router")
         self.accept(Migrate, lambda _, message: mover.outbound.migrate(message), "router")
+        self.accept(Announce, lambda _, message: mover.outbound.announce(message), "prefill")
         self.accept(DataPort, mover.port_offered, "migrator")
         self.accept(Alive, lambda sender, _: mover.alive(sender), "migrator")
         self.accept(Offer, mover.inbound.offered, "migrator")

@@ -28,7 +28,6 @@ from pdactors.messages import (
     Fleet,
     Member,
     Message,
-    Migrate,
     Pin,
     Pinned,
     Release,
@@ -122,7 +121,7 @@ class Mover:
         """Compute beside the loop."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, action, *arguments)
 
-    def codec_for(self, _message: Migrate) -> Codec:
+    def codec_for(self, _num_tokens: int) -> Codec:
         """Return in which form a sequence's KV goes over the wire."""
         return "none"
 

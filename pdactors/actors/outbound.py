@@ -1,8 +1,8 @@
 """The sending side of a migrator: what leaves this node's memory, in which order, and how each transfer goes.
 
-A migration's life: Migrate (from the router) -> Offer -> Taken -> for each transfer Ask -> Grant -> header and blocks
--> Stored -> the lease goes back to whoever lent the KV. A granted transfer is always answered, at least by a void
-header: a receive that was posted cannot be taken back.
+A migration's life: Announce (prefill, chunk by chunk) or Migrate (router, all of it) -> Offer -> Taken -> for each
+transfer Ask -> Grant -> header and blocks -> Stored -> the leases go back to whoever lent the KV. A granted transfer is
+always answered, at least by a void header: a receive that was posted cannot be taken back.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdactors.actors.actor import ROUTER
-from pdactors.errors import PDError
+from pdactors.errors import PDError, Refused
 from pdactors.kv import frame
 from pdactors.kv.frame import Header
 from pdactors.kv.leases import LeaseLost
 from pdactors.messages import (
     Abandon,
+    Announce,
     Ask,
     Codec,
     Grant,
@@ -28,12 +29,14 @@ from pdactors.messages import (
     Member,
     Migrate,
     Offer,
+    Priority,
     Release,
+    Segment,
     Stored,
     Stranded,
     Taken,
 )
-from pdactors.policy.transfer import Key, Transfer, TransferQueue
+from pdactors.policy.transfer import Key, Transfer, TransferQueue, runs
 
 if TYPE_CHECKING:
     from pdactors.actors.mover import Mover
@@ -54,6 +57,9 @@ class Leaving:
     watched: list[Lease]  # held by the engine that borrowed them; they must stand until all is sent
     codec: Codec
     began_s: float
+    is_complete: bool = False  # all of it is known, not only what was announced
+    num_ready: int | None = None  # leading blocks that the destination has; None until it said so
+    queued: set[int] = field(default_factory=set)  # indices that were handed to the queue
     transfers: dict[int, Transfer] = field(default_factory=dict)
     tries: dict[int, int] = field(default_factory=dict)  # by first block
     num_reading: int = 0  # sends whose memory must stay
@@ -78,67 +84,109 @@ class Outbound:
 
     # ---- A migration --------
 
-    def migrate(self, message: Migrate) -> None:
-        """Borrow the KV and offer it to its destination."""
+    def announce(self, message: Announce) -> None:
+        """Send the first part of a prompt while the rest is computed."""
         key = message.request, message.attempt
-        if key in self._leaving:
-            return
-        mover, handle = self._mover, message.handle
-        layout = mover.spec.layout.fingerprint
+        leaving = self._leaving.get(key)
+        if leaving is None:
+            if not self._mover.can_reach(message.target):
+                return
+            leaving = self._begin(key, message.target, message.num_tokens, message.priority, None, message.digests)
+        try:
+            self._take(leaving, [message.segment], message.segment.owner)
+        except (LeaseLost, Refused) as error:
+            return self._fail(leaving, error.message)
+        return self._extend(leaving)
+
+    def migrate(self, message: Migrate) -> None:
+        """Borrow the KV, offer it to its destination, and send what was not sent ahead."""
+        key = message.request, message.attempt
+        handle, leaving = message.handle, self._leaving.get(key)
+        if leaving is not None and leaving.target != message.target:
+            self._end(leaving)
+            self._mover.tell(leaving.target, Abandon(*key, "it goes elsewhere"))
+            leaving = None
+        layout = self._mover.spec.layout.fingerprint
         if handle.layout != layout:
             return self._strand(key, f"KV layout: the handle's is {handle.layout}, ours is {layout}")
-        if not mover.can_reach(message.target):
+        if not self._mover.can_reach(message.target):
             return self._strand(key, f"{message.target} cannot be reached")
-        borrowed: list[Lease] = []
-        watched: list[Lease] = []
+        if leaving is None:
+            leaving = self._begin(
+                key, message.target, handle.num_tokens, message.priority, message.deadline_s, message.digests
+            )
         try:
-            for segment in handle.segments:
-                if segment.owner == handle.owner and segment.lease not in borrowed:
-                    mover.loans.borrow(segment.lease, mover.clock())
-                    borrowed.append(segment.lease)
-                elif segment.owner != handle.owner:
-                    watched.append(segment.lease)
-        except LeaseLost as error:
-            for lease in borrowed:
-                mover.loans.give_back(lease)
-            return self._strand(key, error.message)
-        leaving = Leaving(
-            key,
-            message.target,
-            handle.num_tokens,
-            {index: block for s in handle.segments for index, block in enumerate(s.blocks, s.start)},
-            borrowed,
-            watched,
-            mover.codec_for(message),
-            mover.clock(),
-        )
-        expected = set(range(mover.spec.layout.num_blocks(handle.num_tokens)))
-        if set(leaving.blocks) != expected or max(leaving.blocks.values()) >= mover.arena.num_blocks:
-            self._let_go(leaving)
-            return self._strand(key, f"the handle names {len(leaving.blocks)} blocks for {handle.num_tokens} tokens")
+            self._take(leaving, handle.segments, handle.owner)
+        except (LeaseLost, Refused) as error:
+            return self._fail(leaving, error.message)
+        leaving.is_complete = True
+        if set(leaving.blocks) != set(range(self._mover.spec.layout.num_blocks(leaving.num_tokens))):
+            return self._fail(leaving, f"{len(leaving.blocks)} blocks are named for {leaving.num_tokens} tokens")
+        return self._extend(leaving)
+
+    def _begin(
+        self,
+        key: Key,
+        target: str,
+        num_tokens: int,
+        priority: Priority,
+        deadline_s: float | None,
+        digests: tuple[bytes, ...],
+    ) -> Leaving:
+        mover = self._mover
+        leaving = Leaving(key, target, num_tokens, {}, [], [], mover.codec_for(num_tokens), mover.clock())
         self._leaving[key] = leaving
-        self.queue.add(key, message.target, message.priority, message.deadline_s)
-        mover.tell(message.target, Offer(*key, layout, handle.num_tokens, message.digests))
-        return None
+        self.queue.add(key, target, priority, deadline_s)
+        mover.tell(target, Offer(*key, mover.spec.layout.fingerprint, num_tokens, digests))
+        return leaving
+
+    def _take(self, leaving: Leaving, segments: Sequence[Segment], owner: str) -> None:
+        """Borrow what `owner` lends, and know of the rest under whose lease it is read.
+
+        Raises:
+            LeaseLost: a lease has ended.
+            Refused: a block that is named is not what the lease names, or lies nowhere.
+        """
+        for segment in segments:
+            if segment.owner != owner:
+                leaving.watched.append(segment.lease)
+                named = self._mover.loans.named(segment.lease)
+            elif segment.lease in leaving.borrowed:
+                named = self._mover.loans.named(segment.lease)
+            else:
+                named = self._mover.loans.borrow(segment.lease, self._mover.clock())
+                leaving.borrowed.append(segment.lease)
+            if not set(segment.blocks) <= set(named):
+                raise Refused(f"lease {segment.lease.index} of {segment.owner} names other blocks than the message")
+            for index, block in enumerate(segment.blocks, segment.start):
+                leaving.blocks.setdefault(index, block)
 
     def taken(self, sender: Member, message: Taken) -> None:
         """The destination wants all but what it has already."""
         leaving = self._of(sender, message)
-        if leaving is None or leaving.transfers or not 0 <= message.num_ready <= len(leaving.blocks):
+        if leaving is None or leaving.num_ready is not None or message.num_ready < 0:
             return self._mover.drop("untimely taken")
-        self.queue.extend(leaving.key, message.num_ready, len(leaving.blocks))
-        if message.num_ready == len(leaving.blocks):
-            return self._finish(leaving)
-        return self.pump(leaving.target)
+        leaving.num_ready = message.num_ready
+        return self._extend(leaving)
+
+    def _extend(self, leaving: Leaving) -> None:
+        """Queue what is known by now and wanted."""
+        if leaving.num_ready is None:
+            return
+        new = sorted(i for i in leaving.blocks if i >= leaving.num_ready and i not in leaving.queued)
+        leaving.queued.update(new)
+        for start, stop in runs(new):
+            self.queue.extend(leaving.key, start, stop)
+        self.pump(leaving.target)
+        self._finish_if_done(leaving)
 
     def pump(self, target: str) -> None:
         """Ask for room for whatever may go now."""
         while (transfer := self.queue.next(target)) is not None:
             leaving = self._leaving[transfer.key]
             leaving.transfers[transfer.number] = transfer
-            self._mover.tell(
-                target, Ask(*transfer.key, transfer.number, transfer.start, transfer.num_blocks, leaving.codec)
-            )
+            ask = Ask(*transfer.key, transfer.number, transfer.start, transfer.num_blocks, leaving.codec)
+            self._mover.tell(target, ask)
 
     # ---- A transfer --------
 
@@ -220,15 +268,14 @@ class Outbound:
         transfer = leaving.transfers.pop(message.transfer, None) if leaving is not None else None
         if leaving is None or transfer is None:
             return self._mover.drop("untimely stored")
-        is_done = self.queue.ended(transfer, is_stored=not message.error)
+        self.queue.ended(transfer, is_stored=not message.error)
         if message.error:
             tries = leaving.tries[transfer.start] = leaving.tries.get(transfer.start, 1) + 1
             self._mover.log.warning("transfer damaged", request=leaving.key[0], reason=message.error, tries=tries)
             if tries > MAX_TRIES:
                 return self._fail(leaving, f"a transfer failed {MAX_TRIES} times: {message.error}")
-        elif is_done:
-            self._finish(leaving)
-        return self.pump(sender.name)
+        self.pump(sender.name)
+        return self._finish_if_done(leaving)
 
     # ---- Endings --------
 
@@ -261,6 +308,10 @@ class Outbound:
         """Send nothing more of what is overdue; the router ends the request."""
         for key in self.queue.overdue(now):
             self._fail(self._leaving[key], "its deadline has passed")
+
+    def _finish_if_done(self, leaving: Leaving) -> None:
+        if leaving.is_complete and leaving.num_ready is not None and self.queue.is_idle(leaving.key):
+            self._finish(leaving)
 
     def _finish(self, leaving: Leaving) -> None:
         if not all(map(self._mover.arena.leases().stands, leaving.watched)):

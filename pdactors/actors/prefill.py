@@ -7,8 +7,9 @@ from pdactors.actors.engine import EngineActor
 from pdactors.actors.spec import ActorSpec
 from pdactors.engine.model import PagedModel
 from pdactors.engine.runner import Outcome
+from pdactors.engine.sequence import Sequence
 from pdactors.errors import Overloaded
-from pdactors.messages import KVHandle, Lease, Prefill, Prefilled
+from pdactors.messages import Announce, KVHandle, Lease, Prefill, Prefilled, Segment
 from pdactors.transport import Transport
 
 
@@ -40,6 +41,37 @@ class PrefillActor(EngineActor):
             self._behind[sequence.key] = sequence.leases
         self.engine.remove(sequence)
         self.tell(ROUTER, Prefilled(sequence.request, sequence.attempt, outcome.sampled.token_id, handle, self.clock()))
+
+    def progressed(self, sequences: list[Sequence]) -> None:
+        """Have the blocks sent ahead that are full by now, of prompts that will decode elsewhere.
+
+        The last chunk goes with the hand-over, so that nothing can be complete before the router knows of it.
+        """
+        for sequence in sequences:
+            if not sequence.ship_to or sequence.tokens or sequence not in self.engine.running:
+                continue
+            start, stop = sequence.num_announced, sequence.num_stored // self.spec.layout.block_tokens
+            while start < stop and sequence.blocks[start] in sequence.borrowed:
+                start += 1
+            blocks = tuple(sequence.blocks[start:stop])
+            if not blocks:
+                continue
+            try:
+                lease = self.loans.lend(sequence.key, blocks, self.clock())
+            except Overloaded:  # they go with the rest
+                continue
+            sequence.num_announced = stop
+            self.tell(
+                self.migrator,
+                Announce(
+                    *sequence.key,
+                    sequence.ship_to,
+                    Segment(self.spec.name, lease, start, blocks),
+                    len(sequence.prompt),
+                    tuple(sequence.digests),
+                    "interactive" if sequence.is_urgent else "batch",
+                ),
+            )
 
     def released(self, request: str, attempt: int) -> None:
         super().released(request, attempt)

@@ -83,6 +83,7 @@ class Router(Actor):
                 policy=config.router.policy,
                 max_distance=config.router.max_distance,
                 transport=config.kv.transport,
+                overlaps=config.kv.overlap,
                 data_transport=config.data_transport if config.moves_kv else "",
             )
         )

@@ -95,6 +95,9 @@ class KVSection(Section, frozen=True):
     ] = 1.0
     lease_s: Annotated[float, Meta(ge=0.1, le=86_400.0, description="how long a lease lasts unless renewed")] = 30.0
     checksum: Annotated[bool, Meta(description="verify every block that moves between nodes")] = True
+    overlap: Annotated[
+        bool, Meta(description="send the KV of finished prompt chunks while later ones are computed")
+    ] = True
     damage_every: Annotated[
         int,
         Meta(ge=0, description="debugging: spoil a byte of every n-th transfer, to see it caught; 0: none"),

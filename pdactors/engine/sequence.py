@@ -40,6 +40,8 @@ class Sequence:
     num_indexed: int = 0  # full blocks that the prefix cache was told of
     num_admitted: int = 0  # more than once if it was preempted
     num_reserved: int = 0  # blocks that are set aside for it
+    ship_to: str = ""  # the migrator that its finished blocks are announced for
+    num_announced: int = 0
     received_s: float = 0.0
     begin_s: float = 0.0
     sent_s: float = 0.0

@@ -64,18 +64,7 @@ class Header(NamedTuple):
 
     def differs(self, expected: Header) -> str:
         """Say what of it is not as expected, the checksum and `is_void` aside; "" if nothing."""
-        for name in (
-            "secret",
-            "layout",
-            "source",
-            "target",
-            "attempt",
-            "transfer",
-            "start",
-            "num_blocks",
-            "codec",
-            "size",
-        ):
+        for name in self._fields[:-2]:
             theirs, ours = getattr(self, name), getattr(expected, name)
             if theirs != ours:
                 return "secret" if name == "secret" else f"{name}: theirs is {theirs}, ours is {ours}"

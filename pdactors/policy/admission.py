@@ -25,6 +25,7 @@ class Limits:
     policy: PlacementPolicy = "locality"
     max_distance: int = 2
     transport: str = "auto"  # of KV
+    overlaps: bool = True  # KV is moved while later chunks are computed
     data_transport: str = ""  # what moves it between nodes; nothing does
 
 

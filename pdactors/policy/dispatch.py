@@ -16,7 +16,6 @@ from pdactors.messages import (
     CacheChanged,
     Cancel,
     CopyOut,
-    Decode,
     Failed,
     Finished,
     Generate,
@@ -24,20 +23,19 @@ from pdactors.messages import (
     Load,
     Member,
     Message,
-    Migrate,
     Migrated,
     Path,
     Pin,
     Pinned,
-    Prefill,
     Prefilled,
     Rejected,
     Release,
     Stranded,
 )
+from pdactors.policy import tasks
 from pdactors.policy.admission import Limits, Pace, refusal
 from pdactors.policy.fleet import Engine, FleetState
-from pdactors.policy.placement import EngineView, choose_prefill, schedule_decode
+from pdactors.policy.placement import DecodeDecision, EngineView, Place, choose_prefill, schedule_decode
 from pdactors.policy.requests import Request, RequestTable, Stage
 
 MAX_ATTEMPTS = 3
@@ -77,6 +75,8 @@ class Dispatcher:
         orders: list[Order] = []
         for request in list(self.requests.values()):
             request.holders.discard(name)
+            if name in (request.planned, *request.movers) and request.planned:
+                self.requests.plan(request, "")
             if request.gateway == name:
                 orders += self._end(request)
             elif request.stage == Stage.MIGRATING and name in (request.prefill, request.decode, *request.movers):
@@ -114,10 +114,7 @@ class Dispatcher:
             return self._drop(ask)
         self._num_asked += 1
         request = Request(ask, gateway, now, self._num_asked)
-        queued, sizes = (
-            len(self.requests.queued),
-            [count * self.limits.block_tokens for count in self.fleet.max_sequence_blocks()],
-        )
+        queued, sizes = len(self.requests.queued), self.fleet.sequence_sizes(self.limits.block_tokens)
         refused = refusal(ask, self.limits, sizes, queued, self._pace.retry_after_s(queued, now))
         if refused is not None:
             return [_rejected(request, refused)]
@@ -249,15 +246,16 @@ class Dispatcher:
             for view in self._views(*FIRST_ROLES)
             if view.has_capacity
         ]
-        cached = {view.name: self._num_readable(request, view) * self.limits.block_tokens for view in views}
+        cached = {view.name: self._num_readable(request, view.name) * self.limits.block_tokens for view in views}
         target = choose_prefill(views, len(request.ask.prompt), cached=cached, decodes=self._views("decode"))
         if target is None:
             return []
         request.num_cached = cached[target]
+        self._plan_decode(request, target)
         shares = self.fleet.index.shares(request.digests, target, self.fleet.neighbours(target))
         if not shares:
             self.requests.move(request, Stage.PREFILLING, target)
-            return [Order(target, self._prefill(request))]
+            return [Order(target, tasks.prefill(request))]
         self.requests.move(request, Stage.PINNING, target)
         request.pinned_s = now
         orders = []
@@ -268,79 +266,63 @@ class Dispatcher:
             orders.append(Order(share.owner, message))
         return orders
 
-    def _num_readable(self, request: Request, view: EngineView) -> int:
-        """Return how many leading blocks of the prompt that engine can read, or will have computed by then."""
-        under_way = self.requests.under_way.get(view.name, {}).values()
-        return self.fleet.index.num_known(request.digests, {view.name, *self.fleet.neighbours(view.name)}, under_way)
-
     def _start(self, request: Request) -> list[Order]:
         """Everyone who was asked has answered: compute the rest."""
         self.requests.move(request, Stage.PREFILLING, request.prefill)
-        return [Order(request.prefill, self._prefill(request))]
+        return [Order(request.prefill, tasks.prefill(request))]
 
-    def _prefill(self, request: Request) -> Prefill:
-        ask = request.ask
-        return Prefill(
-            ask.request,
-            request.attempt,
-            ask.prompt,
-            ask.sampling,
-            ask.priority,
-            ask.save_final_kv,
-            tuple(sorted(request.prefix, key=lambda segment: segment.start)),
-        )
+    def _plan_decode(self, request: Request, prefill: str) -> None:
+        """Choose the decode engine early if KV has to move there: it can go while the prompt is still computed."""
+        source = self.fleet.engines[prefill].place
+        if not self.limits.overlaps or self.fleet.engines[prefill].member.role != "prefill":
+            return
+        decision = self._schedule(request, source)
+        if decision is not None and decision.need_migration:
+            request.movers = self._movers(source, decision.target)
+            request.holders.update(request.movers)
+            request.planned = decision.target
 
-    def _place_decode(self, request: Request) -> list[Order]:
-        ask, done = request.ask, request.prefilled
-        source = self.fleet.engines.get(request.prefill)
-        if done is None or source is None:
-            return []
-        decision = schedule_decode(
-            source.place,
-            [replace(view, num_owned=request.num_owned(view.name)) for view in self._views("decode")],
-            needs_migration=self.fleet.needs_migration,
+    def _schedule(self, request: Request, source: Place) -> DecodeDecision | None:
+        views = [replace(view, num_owned=request.num_owned(view.name)) for view in self._views("decode")]
+        self._turn += 1
+        return schedule_decode(
+            source,
+            views,
             policy=self.limits.policy,
             max_distance=self.limits.max_distance,
+            needs_migration=self.fleet.needs_migration,
             turn=self._turn,
         )
-        if decision is None:
+
+    def _movers(self, source: Place, target: str) -> tuple[str, str]:
+        there = self.fleet.engines[target].place.node
+        return self.fleet.migrators[source.node].name, self.fleet.migrators[there].name
+
+    def _place_decode(self, request: Request) -> list[Order]:
+        done, source = request.prefilled, self.fleet.engines.get(request.prefill)
+        if done is None or source is None:
             return []
-        self._turn += 1
+        planned = request.planned
+        self.requests.plan(request, "")  # its own place counts as free for it
+        decision = self._schedule(request, source.place)
+        if decision is None:
+            self.requests.plan(request, planned)
+            return []
         if not decision.need_migration:
             return self._adopt(request, decision.target, done.handle, "lease")
-        there = self.fleet.engines[decision.target].place.node
-        request.movers = self.fleet.migrators[source.place.node].name, self.fleet.migrators[there].name
+        request.movers = self._movers(source.place, decision.target)
         request.holders.update(request.movers)
         self.requests.move(request, Stage.MIGRATING, decision.target)
-        message = Migrate(
-            ask.request,
-            request.attempt,
-            done.handle,
-            request.movers[-1],
-            request.digests,
-            ask.priority,
-            ask.deadline_s,
-        )
-        return [Order(request.movers[0], message)]
+        return [Order(request.movers[0], tasks.migrate(request))]
 
     def _adopt(self, request: Request, target: str, handle: KVHandle, path: Path) -> list[Order]:
         """Have an engine go on with a sequence that it can read."""
-        ask, done = request.ask, request.prefilled
-        assert done is not None
         self.requests.move(request, Stage.ADOPTING, target)
-        message = Decode(
-            request=ask.request,
-            attempt=request.attempt,
-            prompt=ask.prompt,
-            first_token=done.first_token,
-            sampling=ask.sampling,
-            handle=handle,
-            sent_s=done.sent_s,
-            priority=ask.priority,
-            save_final_kv=ask.save_final_kv,
-            path=path,
-        )
-        return [Order(target, message)]
+        return [Order(target, tasks.decode(request, handle, path))]
+
+    def _num_readable(self, request: Request, name: str) -> int:
+        under_way = self.requests.under_way.get(name, {}).values()
+        return self.fleet.num_readable(request.digests, name, under_way)
 
     def _views(self, *roles: str) -> list[EngineView]:
         return self.fleet.views(self.requests.assigned, *roles)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pdactors.messages import Load, Member
@@ -65,10 +65,15 @@ class FleetState:
         }
         return engines | {member.name for node, member in self.migrators.items() if node == place.node}
 
-    def max_sequence_blocks(self) -> list[int]:
-        """Return how many blocks each engine that carries sequences to their end could hold of one."""
+    def num_readable(self, digests: Sequence[bytes], name: str, under_way: Collection[Collection[bytes]]) -> int:
+        """Return how many leading blocks of a prompt that engine can read, or will have computed by then."""
+        return self.index.num_known(digests, {name, *self.neighbours(name)}, under_way)
+
+    def sequence_sizes(self, block_tokens: int) -> list[int]:
+        """Return how many tokens each engine that carries sequences to their end could hold of one."""
         roles = ("decode", "worker")
-        return [e.load.max_blocks for e in self.engines.values() if e.member.role in roles and e.load.max_blocks]
+        blocks = [e.load.max_blocks for e in self.engines.values() if e.member.role in roles and e.load.max_blocks]
+        return [count * block_tokens for count in blocks]
 
     def needs_migration(self, source: Place, target: Place) -> bool | None:
         """Say whether KV has to move from one place to the other; None if it cannot get there."""

@@ -54,6 +54,7 @@ class Request:
     stage: Stage = Stage.QUEUED
     prefill: str = ""
     decode: str = ""
+    planned: str = ""  # the decode engine that was chosen early, since KV has to move there; it keeps a place
     prefilled: Prefilled | None = None
     movers: tuple[str, ...] = ()  # migrators that the KV moves through
     digests: tuple[bytes, ...] = ()  # of the prompt's full blocks that need not be computed where they are cached
@@ -140,6 +141,12 @@ class RequestTable(Mapping[str, Request]):
         del self._requests[request.ask.request]
         self._leave(request)
 
+    def plan(self, request: Request, engine: str) -> None:
+        """Keep a place at a decode engine for a request that is not there yet; "" lets it go."""
+        self._leave(request)
+        request.planned = engine
+        self._enter(request)
+
     def move(self, request: Request, stage: Stage, engine: str = "") -> None:
         """Change the stage; `engine` takes the request from PINNING, PREFILLING, MIGRATING or ADOPTING on.
 
@@ -152,7 +159,7 @@ class RequestTable(Mapping[str, Request]):
         request.stage = stage
         if stage == Stage.QUEUED:
             request.prefill, request.decode, request.prefilled = "", "", None
-            request.movers = ()
+            request.movers, request.planned = (), ""
             request.num_cached = 0
             request.pins.clear()
             request.prefix.clear()
@@ -213,8 +220,9 @@ class RequestTable(Mapping[str, Request]):
 
     def _count(self, request: Request, sign: int) -> None:
         """Account a request to its engine; one that waits for decode keeps its place at the prefill engine."""
-        assigned = self.assigned.setdefault(request.engine, Assigned())
-        assigned.num_requests += sign
+        if request.planned and request.stage not in _AT_DECODE:
+            self._count_at(request.planned, sign)
+        assigned = self._count_at(request.engine, sign)
         if request.stage in (Stage.PINNING, Stage.PREFILLING):
             assigned.num_tokens += sign * (len(request.ask.prompt) - request.num_cached)
             under_way = self.under_way.setdefault(request.engine, {})
@@ -224,8 +232,13 @@ class RequestTable(Mapping[str, Request]):
                 del under_way[request.ask.request]
             if not under_way:
                 del self.under_way[request.engine]
+
+    def _count_at(self, engine: str, sign: int) -> Assigned:
+        assigned = self.assigned.setdefault(engine, Assigned())
+        assigned.num_requests += sign
         if not assigned.num_requests:
-            del self.assigned[request.engine]
+            del self.assigned[engine]
+        return assigned
 
 
 def _ranks(queues: Mapping[str, Queue]) -> dict[str, list[tuple[bool, int]]]:

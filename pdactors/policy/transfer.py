@@ -7,7 +7,7 @@ under way, and a cancel for no longer.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -87,28 +87,19 @@ class TransferQueue:
             other.passed_by += 1
         return self._take(chosen)
 
-    def ended(self, transfer: Transfer, *, is_stored: bool) -> bool:
-        """A transfer is over, and sent again if it was not stored; return whether its migration has nothing left."""
+    def ended(self, transfer: Transfer, *, is_stored: bool) -> None:
+        """A transfer is over, and sent again if it was not stored."""
         migration = self._migrations.get(transfer.key)
         if migration is None or migration.in_flight.pop(transfer.number, None) is None:
-            return False
+            return
         self._in_flight[migration.link] -= 1
         if not is_stored:
             migration.pending.insert(0, (transfer.start, transfer.start + transfer.num_blocks))
+
+    def is_idle(self, key: Key) -> bool:
+        """Whether nothing of a migration is queued or in flight."""
+        migration = self._migrations[key]
         return not migration.pending and not migration.in_flight
-
-    def is_under_way(self, key: Key) -> bool:
-        """Whether transfers of that migration are in flight."""
-        migration = self._migrations.get(key)
-        return migration is not None and bool(migration.in_flight)
-
-    def cancel(self, key: Key) -> bool:
-        """Send nothing more of a migration; return whether some of it is still in flight."""
-        migration = self._migrations.get(key)
-        if migration is None:
-            return False
-        migration.pending.clear()
-        return bool(migration.in_flight)
 
     def remove(self, key: Key) -> None:
         """Forget a migration."""
@@ -145,6 +136,17 @@ class TransferQueue:
             ):
                 below[migration.rank] = migration
         return list(below.values())
+
+
+def runs(indices: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the runs of rising indices: `[1, 2, 5]` -> `[(1, 3), (5, 6)]`."""
+    found: list[tuple[int, int]] = []
+    for index in indices:
+        if found and found[-1][1] == index:
+            found[-1] = found[-1][0], index + 1
+        else:
+            found.append((index, index + 1))
+    return found
 
 
 class Way(NamedTuple):

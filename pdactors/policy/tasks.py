@@ -1,0 +1,54 @@
+"""What engines and migrators are told to do for a request, in messages. Pure."""
+
+from __future__ import annotations
+
+from pdactors.errors import InvariantError
+from pdactors.messages import Decode, KVHandle, Migrate, Path, Prefill, Prefilled
+from pdactors.policy.requests import Request
+
+
+def prefill(request: Request) -> Prefill:
+    """Compute the prompt, with what others lend of it."""
+    ask = request.ask
+    return Prefill(
+        ask.request,
+        request.attempt,
+        ask.prompt,
+        ask.sampling,
+        ask.priority,
+        ask.save_final_kv,
+        tuple(sorted(request.prefix, key=lambda segment: segment.start)),
+        request.movers[-1] if request.planned else "",
+    )
+
+
+def migrate(request: Request) -> Migrate:
+    """Bring the prompt's KV to the node of the last of `movers`."""
+    ask = request.ask
+    handle = _done(request).handle
+    return Migrate(
+        ask.request, request.attempt, handle, request.movers[-1], request.digests, ask.priority, ask.deadline_s
+    )
+
+
+def decode(request: Request, handle: KVHandle, path: Path) -> Decode:
+    """Go on with a sequence whose KV `handle` names."""
+    ask, done = request.ask, _done(request)
+    return Decode(
+        request=ask.request,
+        attempt=request.attempt,
+        prompt=ask.prompt,
+        first_token=done.first_token,
+        sampling=ask.sampling,
+        handle=handle,
+        sent_s=done.sent_s,
+        priority=ask.priority,
+        save_final_kv=ask.save_final_kv,
+        path=path,
+    )
+
+
+def _done(request: Request) -> Prefilled:
+    if request.prefilled is None:
+        raise InvariantError(f"request {request.ask.request} is {request.stage} and was not prefilled")
+    return request.prefilled
