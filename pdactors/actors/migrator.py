@@ -35,7 +35,7 @@ class Migrator(Actor):
         self.accept(Retired, self._on_retired, "router")
 
     def open(self) -> None:
-        self.listen("tcp://127.0.0.1:0")
+        self.listen(self.spec.own_address())
         super().open()
 
     def joined(self, member: Member) -> None:
