@@ -166,7 +166,10 @@ class TopLogprob(Struct, frozen=True, array_like=True):
 
 
 class PrefillPart(Struct, frozen=True, omit_defaults=True):
-    """What the prefill did for a request; travels with its first token. Times are CLOCK_MONOTONIC seconds."""
+    """What the prefill did for a request; travels with its first token.
+
+    Times are CLOCK_MONOTONIC seconds of the engine's machine; elsewhere only their differences mean something.
+    """
 
     cached_tokens: int
     received_s: float
@@ -215,7 +218,7 @@ class Member(Struct, frozen=True, omit_defaults=True):
 
 
 class Hello(Message, frozen=True):
-    """First message on every connection between actors."""
+    """First message on every connection between actors: who it is, and what both sides must agree in."""
 
     protocol: int
     version: str
@@ -223,12 +226,16 @@ class Hello(Message, frozen=True):
     layout: str
     model: str
     join_token: str
+    mode: str
+    max_model_len: int
+    run_id: str = ""  # a supervisor that joins from another machine learns it when it is welcomed
 
 
 class Welcome(Message, frozen=True):
     """The listener accepts the connection; `member` is the listener itself."""
 
     member: Member
+    run_id: str
 
 
 class Refusal(Message, frozen=True):
@@ -332,7 +339,10 @@ class Pinned(Message, frozen=True):
 
 
 class Exited(Message, frozen=True):
-    """Supervisor: that process is dead and reaped; nothing that it held can be written any more."""
+    """Supervisor: that process is dead and reaped; nothing that it held can be written any more.
+
+    Of the supervisor itself it means its whole node.
+    """
 
     name: str
     incarnation: int
@@ -364,7 +374,7 @@ class EnginesStarted(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """Supervisor: take nothing new; the run is about to end."""
+    """Supervisor: its node is about to end, and with the router's node the run: give it nothing new."""
 
 
 class Fence(Message, frozen=True):

@@ -26,9 +26,10 @@ def main() -> NoReturn:
     spec = decode_spec(sys.stdin.buffer.read())
     last_words = LastWords()
     configure()
-    # All are killed with their supervisor but for the gateway, which is told to stop, so that somebody is left to
-    # remove the ready file.
-    die_with_parent(spec.supervisor_pid, signal.SIGTERM if spec.role == "gateway" else signal.SIGKILL)
+    # All are killed with their supervisor but for the gateway, so that clients hear of it, and for whoever has to
+    # remove the ready file: these are told to stop.
+    is_told = spec.role == "gateway" or spec.ready_file
+    die_with_parent(spec.supervisor_pid, signal.SIGTERM if is_told else signal.SIGKILL)
     pin(spec.cores)
     live(spec, last_words)
 

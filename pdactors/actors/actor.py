@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
+import msgspec
+
 from pdactors.actors.spec import ActorSpec
 from pdactors.config.logging import get_logger
 from pdactors.errors import BadRequest, InvariantError, PDError, Refused
@@ -242,7 +244,7 @@ class Actor:
             self._peers.pop(former, None)
         self._peers[peer] = member
         self._peer_of[member.name] = peer
-        self._answer(peer, Welcome(self.me()))
+        self._answer(peer, Welcome(self.me(), self.spec.run_id))
         self.joined(member)
 
     def _objection(self, peer: Peer, hello: Hello) -> str | None:
@@ -255,6 +257,9 @@ class Actor:
             ("version", hello.version, VERSION),
             ("model", hello.model, spec.model.fingerprint),
             ("KV layout", hello.layout, spec.layout.fingerprint),
+            ("cluster.mode", hello.mode, spec.config.cluster.mode),
+            ("model.max_model_len", hello.max_model_len, spec.model.max_model_len),
+            ("run", hello.run_id or spec.run_id, spec.run_id),
             ("identity", peer.decode(errors="replace"), f"{member.name}#{member.incarnation}"),
         ]
         for what, theirs, ours in expected:
@@ -295,13 +300,23 @@ class Actor:
     def _introduce(self, name: str) -> None:
         spec = self.spec
         hello = Hello(
-            PROTOCOL_VERSION, VERSION, self.me(), spec.layout.fingerprint, spec.model.fingerprint, spec.join_token
+            protocol=PROTOCOL_VERSION,
+            version=VERSION,
+            member=self.me(),
+            layout=spec.layout.fingerprint,
+            model=spec.model.fingerprint,
+            join_token=spec.join_token,
+            mode=spec.config.cluster.mode,
+            max_model_len=spec.model.max_model_len,
+            run_id=spec.run_id,
         )
         self.tell(name, hello)
 
     def _on_channel(self, name: str, frames: list[bytes]) -> None:
         message = self._decode(frames)
         if isinstance(message, Welcome):
+            if not self.spec.run_id:
+                self.spec = msgspec.structs.replace(self.spec, run_id=message.run_id)
             self._hosts[name] = message.member
             self.welcomed(message.member)
             if name == ROUTER:

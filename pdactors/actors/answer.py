@@ -111,11 +111,13 @@ class Answer:
         self.sink(event)
 
     def _timing(self, now: float) -> Timing:
+        """Divide the time by our own clock: of another machine's only differences mean something."""
         prefill, decode = self.prefill, self.decode
         span_s = self.last_s - self.first_s
+        prefill_s = prefill.end_s - prefill.begin_s if prefill else 0.0
         return Timing(
-            queue_ms=_ms(prefill.begin_s - self.arrived_s) if prefill else _ms(now - self.arrived_s),
-            prefill_ms=_ms(prefill.end_s - prefill.begin_s) if prefill else 0.0,
+            queue_ms=_ms((self.first_s if prefill else now) - prefill_s - self.arrived_s),
+            prefill_ms=_ms(prefill_s),
             migration_ms=_ms(decode.adopted_s - decode.sent_s) if decode else 0.0,
             ttft_ms=_ms(self.first_s - self.arrived_s) if self.num_tokens else 0.0,
             tpot_ms=_ms(span_s / (self.num_tokens - 1)) if self.num_tokens > 1 else 0.0,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pdactors.actors.spec import ActorSpec, Descriptors, ModelSpec
+from pdactors.config.address import Address, is_loopback, parse_address
 from pdactors.config.cluster import ClusterConfig, NodeSection
 from pdactors.config.memory import format_size
 from pdactors.engine.shape import ModelShape
@@ -13,7 +15,7 @@ from pdactors.errors import ConfigError, PDError
 from pdactors.kv.layout import KVLayout
 from pdactors.messages import Role
 from pdactors.policy import extents
-from pdactors.policy.cores import assign_cores
+from pdactors.policy.cores import Cores, assign_cores
 
 ENGINE_OVERHEAD_BYTES = 600 << 20  # libraries, activations and scratch of one engine process
 MAX_EXTENT_BLOCKS = 64
@@ -29,7 +31,6 @@ def check_available(config: ClusterConfig) -> None:
     """
     unavailable = [
         (config.cluster.mode == "kvstore", "cluster.mode 'kvstore'", "disaggregated, chunked or colocated"),
-        (len(config.node) > 1, f"{len(config.node)} nodes", "one [[node]]"),
         (config.kv.transport == "cuda_ipc", "kv.transport 'cuda_ipc'", "auto, lease or ucx"),
         (config.kv.compression != "none", f"kv.compression {config.kv.compression!r}", "none"),
         (config.kv.prune != 1.0, f"kv.prune {config.kv.prune}", "1.0"),
@@ -40,6 +41,68 @@ def check_available(config: ClusterConfig) -> None:
     for is_asked, what, instead in unavailable:
         if is_asked:
             raise ConfigError(f"{what} is not available in this version; use {instead}")
+    _check_reach(config)
+
+
+def _check_reach(config: ClusterConfig) -> None:
+    """Refuse nodes on which prefill or decode is alone, where KV does not move between nodes."""
+    if config.kv.transport != "lease":
+        return
+    for index, node in enumerate(config.node):
+        roles = node.engines(config.cluster.mode)
+        missing = "decode" if not roles.get("decode") else "prefill" if not roles.get("prefill") else ""
+        if config.is_separated and missing:
+            raise ConfigError(
+                f'node.{index}.{missing} = 0: in mode {config.cluster.mode} node "{node.name}" needs prefill and '
+                'decode engines of its own, since kv.transport is "lease"'
+            )
+
+
+def nodes_here(config: ClusterConfig, hosts: Mapping[str, str], name: str | None) -> list[NodeSection]:
+    """Return the nodes that a launch starts, the router's first: the named one, or all that are on this machine.
+
+    `hosts` has the address of each node that is on this machine.
+
+    Raises:
+        ConfigError: there is none, it is on another machine, or those that are left out cannot find the router.
+    """
+    if name is not None and config.node_named(name).name not in hosts:
+        host = config.node_named(name).host
+        raise ConfigError(f'node "{name}": its host {host} is not an address of this machine')
+    here = [node for node in config.node if node.name in hosts and name in (None, node.name)]
+    elsewhere = [node.name for node in config.node if node not in here]
+    if not here:
+        known = ", ".join(f"{node.name} at {node.host}" for node in config.node)
+        raise ConfigError(f"no node of the file is on this machine: {known}")
+    if elsewhere and parse_address(config.router.control).port == 0:
+        raise ConfigError(
+            f'router.control = "{config.router.control}": nodes are started by several launches (not by this one: '
+            f"{', '.join(elsewhere)}), so a fixed port is needed"
+        )
+    return sorted(here, key=lambda node: node.name != config.router.node)
+
+
+def control_address(config: ClusterConfig) -> Address:
+    """Return where another machine finds the router."""
+    return _reachable(config, config.router.control)
+
+
+def client_addresses(config: ClusterConfig) -> dict[str, str]:
+    """Return where clients find the gateway from a machine without it: "" where the file does not say, or it is off."""
+    is_here = all(is_loopback(node.host) for node in config.node)
+
+    def shown(text: str, scheme: str) -> str:
+        address = _reachable(config, text) if text else None
+        if address is None or address.port == 0 or (address.is_loopback and not is_here):
+            return ""
+        return f"{scheme}{address}"
+
+    return {"tcp": shown(config.listen.tcp, ""), "zmq": shown(config.listen.zmq, "tcp://"), "http": ""}
+
+
+def _reachable(config: ClusterConfig, text: str) -> Address:
+    address = parse_address(text)
+    return Address(config.node_named(config.router.node).host, address.port) if address.is_wildcard else address
 
 
 def check_model(config: ClusterConfig, shape: ModelShape) -> None:
@@ -50,20 +113,20 @@ def check_model(config: ClusterConfig, shape: ModelShape) -> None:
         )
 
 
-def check_memory(config: ClusterConfig, shape: ModelShape, available: int) -> None:
-    """Hold weights and arenas against what the machine, or its control group, has.
+def check_memory(config: ClusterConfig, nodes: Sequence[NodeSection], shape: ModelShape, available: int) -> None:
+    """Hold the weights, and the arenas of the nodes that start here, against what the machine has.
 
     Raises:
         ConfigError: they do not fit; names every part.
     """
-    engines = sum(sum(node.engines(config.cluster.mode).values()) for node in config.node)
+    engines = sum(sum(node.engines(config.cluster.mode).values()) for node in nodes)
     weights = shape.weight_bytes_as(config.model.dtype)
-    needed = weights + engines * ENGINE_OVERHEAD_BYTES + len(config.node) * config.kv.memory_bytes
+    needed = weights + engines * ENGINE_OVERHEAD_BYTES + len(nodes) * config.kv.memory_bytes
     if needed > available:
         raise ConfigError(
             f"kv.memory = {config.kv.memory!r}: {format_size(needed)} are needed ({format_size(weights)} "
             f"of weights, {engines} engines with {format_size(ENGINE_OVERHEAD_BYTES)} of working memory each, "
-            f"{len(config.node)} arenas of {format_size(config.kv.memory_bytes)}); "
+            f"{len(nodes)} arenas of {format_size(config.kv.memory_bytes)}); "
             f"{format_size(available)} are available"
         )
 
@@ -127,16 +190,34 @@ def check_room(spec: ActorSpec, engines: int) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """What all actors of a run have in common."""
+    """What all actors of a run have in common on this machine."""
 
-    run_id: str
+    run_id: str  # "" until the router says it
     config: ClusterConfig
     model: ModelSpec
     layout: KVLayout
     control: str
     join_token: str
     supervisor_pid: int
-    ready_file: str = ""
+    hosts: Mapping[str, str]  # IP address of each node that is on this machine
+
+    def engines(self, node: NodeSection) -> list[tuple[str, Role, int]]:
+        """Return name, role and threads of a node's engines."""
+        roles, threads = node.engines(self.config.cluster.mode), self.threads(node)
+        return [(f"{node.name}/{role}-{i}", role, threads) for role, count in roles.items() for i in range(count)]
+
+    def threads(self, node: NodeSection) -> int:
+        """Return how many threads an engine of the node has; by default the machine's cores are shared out evenly."""
+        count = sum(sum(other.engines(self.config.cluster.mode).values()) for other in self._nodes())
+        return node.threads or max(1, (os.cpu_count() or 1) // max(1, count))
+
+    def cores(self) -> Cores:
+        """Share the machine's cores out among the engines of all its nodes, whichever launch starts them."""
+        engines = [engine for node in self._nodes() for engine in self.engines(node)]
+        return assign_cores(engines, sorted(os.sched_getaffinity(0)))
+
+    def _nodes(self) -> list[NodeSection]:
+        return [node for node in self.config.node if node.name in self.hosts]
 
 
 def plan_actors(run: Run, node: NodeSection, fds: Descriptors) -> list[ActorSpec]:
@@ -145,15 +226,10 @@ def plan_actors(run: Run, node: NodeSection, fds: Descriptors) -> list[ActorSpec
     Each gets the descriptors that concern it. Incarnations are 0 here; each start gives a new one.
     """
     config = run.config
-    roles = node.engines(config.cluster.mode)
-    engines: list[tuple[str, Role]] = [
-        (f"{node.name}/{role}-{i}", role) for role, count in roles.items() for i in range(count)
-    ]
-    threads = node.threads or max(1, (os.cpu_count() or 1) // max(1, len(engines)))
+    engines = run.engines(node)
+    cores = run.cores()
 
-    cores = assign_cores(engines, threads, sorted(os.sched_getaffinity(0)))
-
-    def spec(name: str, role: Role, slot: int, own: Descriptors) -> ActorSpec:
+    def spec(name: str, role: Role, own: Descriptors, slot: int = -1) -> ActorSpec:
         return ActorSpec(
             run_id=run.run_id,
             name=name,
@@ -168,17 +244,18 @@ def plan_actors(run: Run, node: NodeSection, fds: Descriptors) -> list[ActorSpec
             layout=run.layout,
             control=run.control,
             join_token=run.join_token,
+            host=run.hosts[node.name],
             fds=own,
             num_engines=len(engines),
-            threads=threads,
+            threads=run.threads(node),
             cores=cores.engines.get(name, cores.others),
-            ready_file=run.ready_file,
         )
 
     actors = []
     if node.name == config.router.node:
-        actors.append(spec("router", "router", -1, Descriptors(control=fds.control)))
-        actors.append(spec("gateway", "gateway", -1, Descriptors(tcp=fds.tcp, zmq=fds.zmq)))
-    actors.append(spec(f"{node.name}/migrator", "migrator", len(engines) + SPARE_SLOTS, Descriptors(arena=fds.arena)))
-    actors += [spec(name, role, slot, Descriptors(arena=fds.arena)) for slot, (name, role) in enumerate(engines)]
+        actors.append(spec("router", "router", Descriptors(control=fds.control)))
+        actors.append(spec("gateway", "gateway", Descriptors(tcp=fds.tcp, zmq=fds.zmq)))
+    arena = Descriptors(arena=fds.arena)
+    actors.append(spec(f"{node.name}/migrator", "migrator", arena, len(engines) + SPARE_SLOTS))
+    actors += [spec(name, role, arena, slot) for slot, (name, role, _) in enumerate(engines)]
     return actors

@@ -1,7 +1,7 @@
-"""How commands find the clusters that run here: an abstract Unix socket for each, so that no file is ever left behind.
+"""How commands find the clusters that run here: an abstract Unix socket of each launch, so that no file is ever left.
 
-Its name holds a digest of $PDACTORS_HOME and the run id; whoever connects is told what the ready file says. Abstract
-sockets belong to a network namespace: from another one, name the cluster by its address or ready file.
+Its name holds a digest of $PDACTORS_HOME, the run id and a node; whoever connects is told what the ready file says.
+Abstract sockets belong to a network namespace: from another one, name the cluster by its address or ready file.
 """
 
 from __future__ import annotations
@@ -31,18 +31,21 @@ class ReadyActor(Struct, frozen=True):
 
 
 class Ready(Struct, frozen=True):
-    """A cluster that runs: where it listens ("" for what is off) and its processes. The ready file's content."""
+    """A cluster that runs: where it listens, and its processes on this machine. The ready file's content.
+
+    An address is "" for what is off, and where this machine has no gateway and cannot know it.
+    """
 
     run_id: str
-    pid: int  # the supervisor's
+    pid: int  # of the launch
     tcp: str
     zmq: str
     http: str
     actors: tuple[ReadyActor, ...]
 
 
-async def announce(run_id: str, ready: Callable[[], Ready]) -> asyncio.Server:
-    """Tell everyone who asks; close the server to stop."""
+async def announce(name: str, ready: Callable[[], Ready]) -> asyncio.Server:
+    """Tell everyone who asks, under a name that nobody else has; close the server to stop."""
 
     async def answer(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(msgspec.json.encode(ready()))
@@ -51,20 +54,26 @@ async def announce(run_id: str, ready: Callable[[], Ready]) -> asyncio.Server:
         writer.close()
 
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listening.bind(f"\0{_prefix()}{run_id}")
+    listening.bind(f"\0{_prefix()}{name}")
     return await asyncio.start_unix_server(answer, sock=listening)
 
 
 def running() -> list[Ready]:
-    """Return the clusters that run under this $PDACTORS_HOME, in this network namespace."""
-    found: list[Ready] = []
+    """Return the clusters that run under this $PDACTORS_HOME, in this network namespace.
+
+    Of several launches of one run that one is returned which knows most addresses.
+    """
+    found: dict[str, Ready] = {}
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
         name = line.split()[-1]
         if name.startswith(f"@{_prefix()}"):
             ready = _ask(f"\0{name[1:]}")
-            if ready is not None and ready.run_id not in {other.run_id for other in found}:
-                found.append(ready)
-    return found
+            if ready is None:
+                continue
+            other = found.setdefault(ready.run_id, ready)
+            if bool(ready.zmq) + bool(ready.tcp) > bool(other.zmq) + bool(other.tcp):
+                found[ready.run_id] = ready
+    return list(found.values())
 
 
 def the_only_one() -> Ready:

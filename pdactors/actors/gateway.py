@@ -79,7 +79,7 @@ class Gateway(Actor):
     # ---- Life --------
 
     def open(self) -> None:
-        self.listen("tcp://127.0.0.1:0")
+        self.listen(self.spec.own_address())
         super().open()
 
     async def start(self) -> None:

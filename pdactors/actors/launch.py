@@ -7,7 +7,8 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -16,10 +17,12 @@ import msgspec
 from pdactors.actors import blueprint
 from pdactors.actors.blueprint import ArenaPlan, Run
 from pdactors.actors.discovery import Ready, remove_ready_file, write_ready_file
+from pdactors.actors.process import Nursery
+from pdactors.actors.share import Share
 from pdactors.actors.spec import ActorSpec, Descriptors, ModelSpec
 from pdactors.actors.supervisor import Supervisor
-from pdactors.config.address import parse_address
-from pdactors.config.cluster import ClusterConfig
+from pdactors.config.address import Address, local_ip, parse_address
+from pdactors.config.cluster import ClusterConfig, NodeSection
 from pdactors.config.logging import get_logger
 from pdactors.config.memory import available_bytes
 from pdactors.engine.shape import ModelShape, model_fingerprint
@@ -32,46 +35,79 @@ def launch(
     config: ClusterConfig,
     folder: Path,
     *,
+    node: str | None = None,
     ready_file: Path | None = None,
     on_ready: Callable[[Ready], None] = lambda _ready: None,
     lifeline: int | None = None,
 ) -> None:
-    """Run the cluster that `config` describes, with the model in `folder`, until SIGTERM or Ctrl-C.
+    """Run this machine's share of the cluster that `config` describes until SIGTERM, Ctrl-C, or the end of the run.
 
-    With `lifeline`, a descriptor, the run also ends when its other end is closed.
+    The share is the node called `node`, or all nodes whose host is this machine; the model is in `folder`. With
+    `lifeline`, a descriptor, it also ends when its other end is closed.
 
     Raises:
         ConfigError: the file asks for what this version or machine does not have, or an address cannot be bound.
+        ConnectionLost: the router, which runs elsewhere, does not answer, or not any more.
+        Refused: the router does not take this share; says what differs.
         PDError: an actor failed while the cluster started; its log line says why.
     """
     blueprint.check_available(config)
     config.security.client_token()  # it can be read
+    hosts = {node.name: ip for node in config.node if (ip := local_ip(node.host)) is not None}
+    nodes = blueprint.nodes_here(config, hosts, node)
     shape = ModelShape.read(folder)
     blueprint.check_model(config, shape)
-    blueprint.check_memory(config, shape, available_bytes())
+    blueprint.check_memory(config, nodes, shape, available_bytes())
     with ExitStack() as opened:
-        supervisor = _prepare(config, folder, shape, ready_file, on_ready, opened)
-        asyncio.run(_supervise(supervisor, lifeline))
+        arenas = {node.name: blueprint.plan_arena(config, node, shape) for node in nodes}
+        sockets = _open_sockets(config, nodes, opened)
+        run = _plan_run(config, folder, shape, arenas[nodes[0].name], hosts, sockets.get("control"), len(nodes))
+        plans = []
+        for here in nodes:
+            arena = opened.enter_context(_create(arenas[here.name]))
+            own = sockets if here.name == config.router.node else {}
+            fds = Descriptors(arena.fileno(), **{name: listening.fileno() for name, listening in own.items()})
+            plans.append(blueprint.plan_actors(run, here, fds))
+            _log_start(run, here, arenas[here.name])
+        if ready_file is not None:
+            _have_removed(ready_file, plans[0])
+
+        def tell_ready(ready: Ready) -> None:
+            if ready_file is not None:
+                opened.callback(remove_ready_file, ready_file, ready.run_id)
+                write_ready_file(ready_file, ready)
+            on_ready(ready)
+
+        addresses = _client_addresses(sockets) if sockets else blueprint.client_addresses(config)
+        asyncio.run(_live(lambda: _make_share(run, plans, addresses, tell_ready), lifeline))
 
 
-def _prepare(
+def _open_sockets(config: ClusterConfig, nodes: Sequence[NodeSection], opened: ExitStack) -> dict[str, socket.socket]:
+    """Open what router and gateway listen on, by its name in `Descriptors`; nothing where they run elsewhere."""
+    if config.router.node not in {node.name for node in nodes}:
+        return {}
+    sockets = {"control": opened.enter_context(_bound("router.control", config.router.control))}
+    for name, text in (("tcp", config.listen.tcp), ("zmq", config.listen.zmq)):
+        if text:
+            sockets[name] = opened.enter_context(_bound(f"listen.{name}", text))
+    return sockets
+
+
+def _plan_run(
     config: ClusterConfig,
     folder: Path,
     shape: ModelShape,
-    ready_file: Path | None,
-    on_ready: Callable[[Ready], None],
-    opened: ExitStack,
-) -> Callable[[], Supervisor]:
-    """Open the arena and the sockets; return what makes the supervisor once a loop runs."""
-    node = config.node_named(config.router.node)
-    arena_plan = blueprint.plan_arena(config, node, shape)
-    layout = arena_plan.layout
-    arena = opened.enter_context(_create(arena_plan))
-    control = opened.enter_context(_bound("router.control", config.router.control))
-    tcp = opened.enter_context(_bound("listen.tcp", config.listen.tcp)) if config.listen.tcp else None
-    zmq = opened.enter_context(_bound("listen.zmq", config.listen.zmq)) if config.listen.zmq else None
-    run = Run(
-        run_id=secrets.token_hex(4),
+    arena: ArenaPlan,
+    hosts: Mapping[str, str],
+    control: socket.socket | None,
+    num_nodes: int,
+) -> Run:
+    """Begin a run where the router is, or get ready to learn which run it is that this share joins."""
+    secret = config.security.join_token
+    if not secret and num_nodes == len(config.node):  # nobody else is to know it
+        secret = secrets.token_hex(16)
+    return Run(
+        run_id=secrets.token_hex(4) if control else "",
         config=config,
         model=ModelSpec(
             name=config.model.path,
@@ -81,43 +117,49 @@ def _prepare(
             vocab_size=shape.vocab_size,
             max_model_len=config.model.max_model_len,
         ),
-        layout=layout,
-        control=f"tcp://{_address(control)}",
-        join_token=config.security.join_token or secrets.token_hex(16),
+        layout=arena.layout,
+        control=f"tcp://{_address(control) if control else blueprint.control_address(config)}",
+        join_token=secret,
         supervisor_pid=os.getpid(),
-        ready_file=str(ready_file.absolute()) if ready_file else "",
+        hosts=hosts,
     )
-    fds = Descriptors(
-        arena=arena.fileno(),
-        control=control.fileno(),
-        tcp=tcp.fileno() if tcp else -1,
-        zmq=zmq.fileno() if zmq else -1,
-    )
-    addresses = {
-        "tcp": _address(tcp) if tcp else "",
-        "zmq": f"tcp://{_address(zmq)}" if zmq else "",
+
+
+def _client_addresses(sockets: Mapping[str, socket.socket]) -> dict[str, str]:
+    return {
+        "tcp": str(_address(sockets["tcp"])) if "tcp" in sockets else "",
+        "zmq": f"tcp://{_address(sockets['zmq'])}" if "zmq" in sockets else "",
         "http": "",  # not served in this version
     }
-    if ready_file is not None:
-        opened.callback(remove_ready_file, ready_file, run.run_id)
 
-    def tell_ready(ready: Ready) -> None:
-        if ready_file is not None:
-            write_ready_file(ready_file, ready)
-        on_ready(ready)
 
-    log = get_logger(run_id=run.run_id)
-    log.info(
-        "starting",
-        mode=config.cluster.mode,
-        model=config.model.path,
-        dtype=config.model.dtype,
-        kv_blocks=arena_plan.num_blocks,
-        kv_tokens=arena_plan.num_blocks * layout.block_tokens,
+def _have_removed(ready_file: Path, actors: list[ActorSpec]) -> None:
+    """Choose who removes the ready file if we are killed: the gateway, or the first actor where there is none."""
+    index = next((i for i, actor in enumerate(actors) if actor.role == "gateway"), 0)
+    actors[index] = msgspec.structs.replace(actors[index], ready_file=str(ready_file.absolute()))
+
+
+def _make_share(
+    run: Run, plans: Sequence[Sequence[ActorSpec]], addresses: dict[str, str], tell_ready: Callable[[Ready], None]
+) -> Share:
+    fds = {fd for actors in plans for actor in actors for fd in msgspec.structs.astuple(actor.fds) if fd >= 0}
+    nursery = Nursery(run.model.folder, run.config.model.dtype, run.layout.block_tokens, sorted(fds))
+    supervisors = [
+        Supervisor(_supervisor_spec(actors[0]), transport_for(run.control), actors, nursery) for actors in plans
+    ]
+    return Share(supervisors, nursery, addresses, tell_ready)
+
+
+def _supervisor_spec(some_actor: ActorSpec) -> ActorSpec:
+    return msgspec.structs.replace(
+        some_actor,
+        name=f"{some_actor.node}/supervisor",
+        role="supervisor",
+        slot=-1,
+        incarnation=time.time_ns() // 1000,
+        fds=Descriptors(),
+        ready_file="",
     )
-    actors = blueprint.plan_actors(run, node, fds)
-    me = _supervisor_spec(actors[0], node.name)
-    return lambda: Supervisor(me, transport_for(run.control), actors, tell_ready, addresses=addresses)
 
 
 def _create(plan: ArenaPlan) -> Arena:
@@ -131,21 +173,27 @@ def _create(plan: ArenaPlan) -> Arena:
     )
 
 
-def _supervisor_spec(some_actor: ActorSpec, node: str) -> ActorSpec:
-    return msgspec.structs.replace(
-        some_actor, name=f"{node}/supervisor", role="supervisor", slot=-1, incarnation=os.getpid(), fds=Descriptors()
+def _log_start(run: Run, node: NodeSection, plan: ArenaPlan) -> None:
+    get_logger(run_id=run.run_id, node=node.name).info(
+        "starting",
+        mode=run.config.cluster.mode,
+        model=run.config.model.path,
+        dtype=run.config.model.dtype,
+        kv_blocks=plan.num_blocks,
+        kv_tokens=plan.num_blocks * plan.layout.block_tokens,
     )
 
 
-async def _supervise(make: Callable[[], Supervisor], lifeline: int | None) -> None:
-    supervisor = make()
+async def _live(make: Callable[[], Share], lifeline: int | None) -> None:
+    """Make the share now that there is a loop, and run it until it is told to stop."""
+    share = make()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, supervisor.stop)
+        loop.add_signal_handler(number, share.stop)
     if lifeline is not None:
-        loop.add_reader(lifeline, supervisor.stop)
+        loop.add_reader(lifeline, share.stop)
     try:
-        await supervisor.run()
+        await share.run()
     finally:
         if lifeline is not None:
             loop.remove_reader(lifeline)
@@ -165,6 +213,5 @@ def _bound(key: str, text: str) -> Iterator[socket.socket]:
         yield listening
 
 
-def _address(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def _address(listening: socket.socket) -> Address:
+    return Address(*listening.getsockname()[:2])

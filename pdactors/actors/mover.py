@@ -81,7 +81,8 @@ class Mover:
             ConfigError: the transport cannot be had here.
         """
         node = self.spec.config.node_named(self.spec.node)
-        self.port = open_port(self.port_name, host=node.host, device=node.ucx_device, ports=node.ucx_ports)
+        node = self.spec.config.node_named(self.spec.node)
+        self.port = open_port(self.port_name, host=self.spec.host, device=node.ucx_device, ports=node.ucx_ports)
         self.extents.take_over()
         self.loans.take_over()
         self._connect(self.actor.me(), self.port.address)

@@ -122,8 +122,8 @@ class Nursery:
     an engine is wanted.
     """
 
-    def __init__(self, run_id: str, folder: str, dtype: str, block_tokens: int, fds: Sequence[int]) -> None:
-        self._spec = NurserySpec(run_id, folder, dtype, block_tokens, -1, os.getpid())
+    def __init__(self, folder: str, dtype: str, block_tokens: int, fds: Sequence[int]) -> None:
+        self._spec = NurserySpec("", folder, dtype, block_tokens, -1, os.getpid())
         self._fds = fds
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._lock = asyncio.Lock()
@@ -137,17 +137,17 @@ class Nursery:
         """
         async with self._lock:
             if self.process is None or self.process.status is not None:
-                await self._start()
+                await self._start(spec.run_id)
             assert self._streams is not None
             reader, writer = self._streams
             data = encode_spec(spec)
             writer.write(len(data).to_bytes(4, "little") + data)
             return Process(int(await self._line(reader)))
 
-    async def _start(self) -> None:
+    async def _start(self, run_id: str) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            spec = msgspec.structs.replace(self._spec, socket=theirs.fileno())
+            spec = msgspec.structs.replace(self._spec, run_id=run_id, socket=theirs.fileno())
             arguments = ["nursery", spec.run_id]
             self.process = spawn(
                 "pdactors.actors.nursery", arguments, msgspec.msgpack.encode(spec), [*self._fds, spec.socket]
@@ -163,12 +163,13 @@ class Nursery:
             raise PDError(self.process.reason() or f"the nursery ended with status {status}")
         return line
 
-    def close(self) -> None:
-        """Let the nursery end."""
+    async def close(self) -> None:
+        """End the nursery."""
         if self._streams is not None:
             self._streams[1].close()
         if self.process is not None:
             self.process.send(signal.SIGKILL)
+            await self.process.ended()
 
 
 def pin(cores: Sequence[int]) -> None:

@@ -26,6 +26,7 @@ from pdactors.messages import (
     Fleet,
     Generate,
     Heartbeat,
+    Hello,
     Inspect,
     Inspected,
     Load,
@@ -40,7 +41,6 @@ from pdactors.messages import (
     Report,
     Retire,
     Retired,
-    Role,
     Scale,
     StartEngines,
     State,
@@ -50,7 +50,8 @@ from pdactors.messages import (
 from pdactors.policy.admission import Limits
 from pdactors.policy.dispatch import Dispatcher, Order
 from pdactors.policy.liveness import Liveness
-from pdactors.transport import Transport
+from pdactors.policy.scaling import Crew
+from pdactors.transport import Peer, Transport
 
 SURVEY_TIMEOUT_S = 1.0
 
@@ -88,6 +89,7 @@ class Router(Actor):
             )
         )
         self.liveness = Liveness(config.router.dead_after_ms / 1000)
+        self._given_up: dict[str, int] = {}  # incarnations of actors that were lost with their node
         self._is_draining = False
         self._draining: set[str] = set()  # engines that get no new work
         self._scaling: dict[int, tuple[Member, str]] = {}  # questions under way: who asked, and the node
@@ -137,17 +139,58 @@ class Router(Actor):
         requests = self.dispatcher.requests.values()
         return Load(running=len(requests), waiting=sum(r.stage in ("queued", "waiting") for r in requests))
 
+    async def close(self) -> None:
+        self.beat()  # where the run ends, others hear of it
+
     # ---- The fleet --------
+
+    def _objection(self, peer: Peer, hello: Hello) -> str | None:
+        member = hello.member
+        if (reason := super()._objection(peer, hello)) is not None:
+            return reason
+        racks = {node.name: node.rack for node in self.spec.config.node}
+        if member.node not in racks:
+            return f"node: theirs is {member.node}, ours are {', '.join(racks)}"
+        if member.rack != racks[member.node]:
+            return f"rack of {member.node}: theirs is {member.rack}, ours is {racks[member.node]}"
+        if member.incarnation <= self._given_up.get(member.name, -1):
+            return f"incarnation {member.incarnation} was given up, since its node was silent"
+        return None
 
     def joined(self, member: Member) -> None:
         former = self.members.get(member.name)
         if former is not None and former.incarnation == member.incarnation:  # it said Hello again
             return
-        if former is not None:
+        if former is not None and member.role == "supervisor":
+            del self.members[member.name]
+            self._lose_node(member.node, "it was launched again")
+        elif former is not None:
             self.liveness.forget(member.name)
             self._perform(self.dispatcher.lost(member.name, self.clock()))
+        if member.role == "supervisor":
+            self.liveness.heard(member.name, self.clock())
         self.members[member.name] = member
         self.log.info("actor joined", peer=member.name, pid=member.pid)
+        self.beat()
+
+    def _forget(self, member: Member) -> None:
+        """Go on without an actor that is dead."""
+        del self.members[member.name]
+        self.liveness.forget(member.name)
+        self.dismiss(member.name)
+        self._perform(self.dispatcher.lost(member.name, self.clock()))
+
+    def _lose_node(self, node: str, reason: str) -> None:
+        """Go on without a node whose supervisor is gone. Its actors end with it; if one does not, it is refused."""
+        self.log.warning("node lost", peer=node, reason=reason)
+        for member in [m for m in self.members.values() if m.node == node]:
+            if member.role != "supervisor":  # which may come back, and starts the others anew
+                self._given_up[member.name] = member.incarnation
+            self._draining.discard(member.name)
+            self._forget(member)
+        for query in [query for query, (_, other) in self._scaling.items() if other == node]:
+            asker, _ = self._scaling.pop(query)
+            self._answer_query(asker, Answered(query, error=f"{node} was lost"))
         self.beat()
 
     def _on_heartbeat(self, sender: Member, message: Heartbeat) -> None:
@@ -155,7 +198,7 @@ class Router(Actor):
         known = self.members.get(sender.name)
         if known is None:
             return self.drop("heartbeat of the lost", sender=sender.name)
-        if message.state != "starting":  # loading holds an actor up for longer than a death would
+        if message.state != "starting" or sender.role == "supervisor":  # starting may take an actor longer than death
             self.liveness.heard(sender.name, now)
         state: State = "draining" if sender.name in self._draining and message.state == "ready" else message.state
         if known.state != state:
@@ -180,10 +223,12 @@ class Router(Actor):
     def _fence(self, name: str) -> None:
         """Have a silent actor killed; it is lost when its supervisor says that it is dead."""
         member = self.members.get(name)
+        reason = f"silent for {self.spec.config.router.dead_after_ms} ms"
         if member is None or member.role == "supervisor":
             self.liveness.forget(name)
+            if member is not None and member.node != self.spec.node:
+                self._lose_node(member.node, reason)
             return
-        reason = f"silent for {self.spec.config.router.dead_after_ms} ms"
         self.log.error("actor is silent", peer=name, reason=reason)
         for other in self.members.values():
             if other.role == "supervisor" and other.node == member.node:
@@ -194,10 +239,9 @@ class Router(Actor):
         member = self.members.get(message.name)
         if member is None or member.incarnation != message.incarnation:
             return self.drop("exit of the unknown", name=message.name)
-        del self.members[message.name]
-        self.liveness.forget(message.name)
-        self.dismiss(message.name)
-        self._perform(self.dispatcher.lost(message.name, self.clock()))
+        if member.role == "supervisor":
+            return self._lose_node(member.node, "it left")
+        self._forget(member)
         if message.is_final:
             self._draining.discard(message.name)
             self.log.info("actor retired", peer=message.name)
@@ -206,45 +250,37 @@ class Router(Actor):
             self.log.warning("actor lost", peer=message.name)
         return self.beat()
 
-    def _on_drain(self, _sender: Member, _message: Drain) -> None:
-        self._is_draining = True
+    def _on_drain(self, sender: Member, _message: Drain) -> None:
+        if sender.node == self.spec.node:
+            self._is_draining = True
+        else:
+            for member in [m for m in self.members.values() if m.node == sender.node and m.role in ENGINES]:
+                self._drain_engine(member)
+            self._retire_idle()
         self.beat()
 
     # ---- Fewer and more engines --------
 
     def _on_drain_actor(self, sender: Member, message: DrainActor) -> None:
-        member = self.members.get(message.name)
-        if member is None or member.role not in ENGINES:
-            engines = sorted(name for name, other in self.members.items() if other.role in ENGINES)
-            error = f"no engine is called {message.name}; there are {', '.join(engines)}"
+        if error := self._crew().drain_objection(message.name):
             return self._answer_query(sender, Answered(message.query, error=error))
-        others = [m for m in self._engines(member.role, "ready") if m.name != message.name]
-        if message.name not in self._draining and not others:
-            error = f"{message.name} is the last {member.role}; scale up before it is drained"
-            return self._answer_query(sender, Answered(message.query, error=error))
-        self._drain_engine(member)
+        self._drain_engine(self.members[message.name])
         return self._answer_query(sender, Answered(message.query, draining=(message.name,)))
 
     def _on_scale(self, sender: Member, message: Scale) -> None:
-        ready = self._engines(message.role, "ready")
-        here = [m for m in ready + self._engines(message.role, "starting") if m.node == message.node]
-        supervisors = [m for m in self.members.values() if m.role == "supervisor" and m.node == message.node]
-        rest = sum(m.node != message.node for m in ready) + message.count
-        expected = ("prefill", "decode") if self.spec.config.is_separated else ("worker",)
-        error = ""
-        if message.role not in expected:
-            error = f"mode {self.spec.config.cluster.mode} has {' and '.join(expected)} engines, no {message.role}"
-        elif not supervisors:
-            error = f"no node is called {message.node}"
-        elif rest < 1:
-            error = f"at least one {message.role} is needed"
-        elif any(node == message.node for _, node in self._scaling.values()):
+        crew, config = self._crew(), self.spec.config
+        here = [m for m in crew.engines(message.role, "ready", "starting") if m.node == message.node]
+        roles = ("prefill", "decode") if config.is_separated else ("worker",)
+        error = crew.scale_objection(message, roles, config.cluster.mode)
+        if not error and any(node == message.node for _, node in self._scaling.values()):
             error = f"{message.node} is being scaled; ask again once that is done"
         if error:
             return self._answer_query(sender, Answered(message.query, error=error))
         if message.count > len(here):
             missing = message.count - len(here)
-            if self.tell(supervisors[0].name, StartEngines(message.query, message.node, message.role, missing)):
+            if self.tell(
+                f"{message.node}/supervisor", StartEngines(message.query, message.node, message.role, missing)
+            ):
                 self._scaling[message.query] = sender, message.node
                 return None
             return self._answer_query(sender, Answered(message.query, error=f"{message.node} cannot be reached"))
@@ -262,10 +298,8 @@ class Router(Actor):
     def _answer_query(self, asker: Member, answer: Answered) -> None:
         self.tell(asker.name, answer)
 
-    def _engines(self, role: Role, state: State) -> list[Member]:
-        """Return the engines of a role that are in `state` and to stay."""
-        known = self.members.values()
-        return [m for m in known if m.role == role and m.state == state and m.name not in self._draining]
+    def _crew(self) -> Crew:
+        return Crew(self.members, self._draining, can_migrate=self.dispatcher.limits.can_migrate)
 
     def _drain_engine(self, member: Member) -> None:
         self._draining.add(member.name)
@@ -277,7 +311,7 @@ class Router(Actor):
 
     def _retire_idle(self) -> None:
         """End the drained engines that no request needs any more."""
-        for name in self._draining:
+        for name in list(self._draining):
             member = self.members.get(name)
             if member is not None and self.dispatcher.is_idle(name):
                 self.tell(f"{member.node}/supervisor", Retire(name, member.incarnation))

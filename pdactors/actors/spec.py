@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
+from pdactors.config.address import Address
 from pdactors.config.cluster import ClusterConfig
 from pdactors.kv.layout import KVLayout
 from pdactors.messages import Member, Role
-
-ENGINES: tuple[Role, ...] = ("prefill", "decode", "worker")
+from pdactors.policy.scaling import ENGINES as ENGINES
 
 
 class ModelSpec(Struct, frozen=True):
@@ -35,7 +35,7 @@ class Descriptors(Struct, frozen=True):
 class ActorSpec(Struct, frozen=True):
     """One actor of one node. `slot` is its place in the arena's books, stable over restarts; `incarnation` is not."""
 
-    run_id: str
+    run_id: str  # "" of a supervisor that has yet to join
     name: str
     role: Role
     node: str
@@ -48,11 +48,16 @@ class ActorSpec(Struct, frozen=True):
     layout: KVLayout
     control: str  # the router's address
     join_token: str
+    host: str = "127.0.0.1"  # IP address of the node, where its actors listen
     fds: Descriptors = Descriptors()
     num_engines: int = 1  # on this node, at launch
     threads: int = 1
     cores: tuple[int, ...] = ()  # where an engine's steps run, or all of another actor; any if empty
-    ready_file: str = ""
+    ready_file: str = ""  # to be removed if the supervisor dies without doing it
+
+    def own_address(self) -> str:
+        """Return where this actor listens: any free port of the node's own address."""
+        return f"tcp://{Address(self.host, 0)}"
 
     @property
     def num_owners(self) -> int:

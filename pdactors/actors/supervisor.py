@@ -1,12 +1,11 @@
-"""The supervisor of a machine: starts its actors, watches, fences and restarts them, and ends them in order.
+"""The supervisor of a node: starts its actors, watches, fences and restarts them, and ends them in order.
 
-It holds what must outlive a single actor: the arenas and the listening sockets.
+Its process holds what must outlive a single actor: the arena and the listening sockets.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -15,18 +14,21 @@ import msgspec
 
 from pdactors.actors.actor import ROUTER, Actor
 from pdactors.actors.blueprint import ENGINE_OVERHEAD_BYTES, SPARE_SLOTS, check_room
-from pdactors.actors.discovery import Ready, ReadyActor, announce
+from pdactors.actors.discovery import ReadyActor
 from pdactors.actors.process import Nursery, Process, become_subreaper, spawn_actor
 from pdactors.actors.spec import ENGINES, ActorSpec
 from pdactors.config.memory import available_bytes, format_size
-from pdactors.errors import PDError
+from pdactors.errors import ConnectionLost, PDError
 from pdactors.messages import Drain, EnginesStarted, Exited, Fence, Fleet, Member, Retire, Role, StartEngines
+from pdactors.policy.liveness import Liveness
 from pdactors.transport import Transport
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.2, 30.0
 STABLE_AFTER_S = 60.0  # an actor that lived so long starts afresh with its back-off
 JOIN_TIMEOUT_S = 10.0  # of engines that are added; who asked for them has it that they count from then on
 LAST_WORDS_S = 0.3  # between SIGTERM and SIGKILL
+ROUTER_WAIT_S = 60.0  # for a router that may have been launched a little later
+ROUTER_GONE_S = 10.0  # more than a restart of the router takes
 
 
 class Child:
@@ -68,20 +70,17 @@ class Supervisor(Actor):
         spec: ActorSpec,
         transport: Transport,
         children: Sequence[ActorSpec],
-        ready: Callable[[Ready], None],
-        *,
-        addresses: dict[str, str],
+        nursery: Nursery,
     ) -> None:
         super().__init__(spec, transport)
-        fds = {fd for child in children for fd in msgspec.structs.astuple(child.fds) if fd >= 0}
-        self._nursery = Nursery(
-            spec.run_id, spec.model.folder, spec.config.model.dtype, spec.layout.block_tokens, sorted(fds)
-        )
-        self._children = {child.name: Child(child, self._nursery) for child in children}
-        self._tell_ready = ready
-        self._addresses = addresses
+        self.hosts_router = any(child.role == "router" for child in children)
+        self.is_ready = asyncio.Event()
+        self._nursery = nursery
+        self._children = {child.name: Child(child, nursery) for child in children}
         self._changed = asyncio.Event()
-        self._server: asyncio.Server | None = None
+        self._is_welcome = asyncio.Event()
+        self._is_over = False  # the run has ended elsewhere
+        self._router = Liveness(max(ROUTER_GONE_S, 5 * spec.config.router.dead_after_ms / 1000))
         self.accept(Fleet, self._on_news, "router")
         self.accept(Fence, self._on_fence, "router")
         self.accept(StartEngines, self._on_start_engines, "router")
@@ -89,28 +88,64 @@ class Supervisor(Actor):
 
     async def start(self) -> None:
         become_subreaper()
+        if not self.spec.run_id:
+            await self._join()
         for child in self._children.values():
             await child.start()
             self.spawn(self._watch(child))
         await self._until(self._all_ready)
-        self._server = await announce(self.spec.run_id, self._ready)
-        self._tell_ready(self._ready())
+        self.is_ready.set()
+
+    async def _join(self) -> None:
+        """Wait for the router, which another launch runs, and learn from it which run this is.
+
+        Raises:
+            ConnectionLost: it does not answer.
+        """
+        router = self.spec.config.router
+        self.log.info("waiting for the router", control=self.spec.control)
+        try:
+            async with asyncio.timeout(ROUTER_WAIT_S):
+                await self._is_welcome.wait()
+        except TimeoutError:
+            raise ConnectionLost(
+                f"no router answered at {self.spec.control} within {ROUTER_WAIT_S:.0f} s; "
+                f"is node {router.node} launched, and router.control reachable from here?"
+            ) from None
+        for child in self._children.values():
+            child.spec = msgspec.structs.replace(child.spec, run_id=self.spec.run_id)
+        self.log.info("joined", run_id=self.spec.run_id)
+        self.every(router.heartbeat_ms / 1000, self._mind_router)
+
+    def welcomed(self, host: Member) -> None:
+        self._is_welcome.set()
+
+    def _mind_router(self) -> None:
+        if self._router.silent(self.clock()):
+            self.abandon(ConnectionLost(f"run {self.spec.run_id} is over: its router is silent at {self.spec.control}"))
+
+    def abandon(self, error: PDError | None = None) -> None:
+        """End at once: there is nobody left to work for."""
+        self._is_over = True
+        self.stop(error)
 
     async def close(self) -> None:
-        """End the run: drain for a moment, let the gateway say goodbye, then end everyone."""
-        drain_s = self.spec.config.cluster.drain_s
-        if self._server is not None:
-            self._server.close()
-            if self.fleet.num_requests or drain_s:
-                self.tell(ROUTER, Drain())
-                await self._until(lambda: self.fleet.is_draining and not self.fleet.num_requests, timeout_s=drain_s)
+        """End the node: drain for a moment, let the gateway say goodbye, then end everyone."""
+        if self.is_ready.is_set() and not self._is_over and self._fatal is None:
+            self.tell(ROUTER, Drain())
+            await self._until(self._is_drained, self.spec.config.cluster.drain_s)
         gateways = [child for child in self._children.values() if child.spec.role == "gateway"]
         others = [child for child in self._children.values() if child not in gateways]
         for children in (gateways, others):
             await self._end(children)
-        self._nursery.close()
-        if self._nursery.process is not None:
-            await self._nursery.process.ended()
+        if not self.hosts_router and not self._is_over:
+            self.tell(ROUTER, Exited(self.spec.name, self.spec.incarnation, is_final=True))
+
+    def _is_drained(self) -> bool:
+        """Say whether the run is idle or, where the router is elsewhere, whether all engines were retired."""
+        if self.hosts_router:
+            return self.fleet.is_draining and not self.fleet.num_requests
+        return not any(child.spec.role in ENGINES for child in self._children.values())
 
     async def _end(self, children: Sequence[Child]) -> None:
         started = [child for child in children if child.process is not None]
@@ -130,15 +165,16 @@ class Supervisor(Actor):
         """Start a successor whenever the actor dies; give up if it dies while the cluster starts."""
         while True:
             status = await child.ended()
-            if self.state == "stopping" or self._stop.is_set():
-                return
             if child.is_retired:
                 del self._children[child.spec.name]
                 self.tell(ROUTER, Exited(child.spec.name, child.spec.incarnation, is_final=True))
+                self._changed.set()
+                return
+            if self.state == "stopping" or self._stop.is_set():
                 return
             reason = child.process.reason() if child.process is not None else ""
             self.log.error("actor ended", peer=child.spec.name, status=status, reason=reason)
-            if self._server is None:
+            if not self.is_ready.is_set():
                 why = reason or f"it ended with status {status}"
                 self.stop(PDError(f"{child.spec.name} could not start: {why}"))
                 return
@@ -209,13 +245,17 @@ class Supervisor(Actor):
             )
         names = {spec.name for spec in here}
         name = next(name for i in range(len(here) + 1) if (name := f"{node}/{role}-{i}") not in names)
-        return msgspec.structs.replace(migrator, name=name, role=role, slot=free[0], cores=())
+        return msgspec.structs.replace(migrator, name=name, role=role, slot=free[0], cores=(), ready_file="")
 
     # ---- Readiness --------
 
     def _on_news(self, sender: Member, fleet: Fleet) -> None:
         self._on_fleet(sender, fleet)
         self._changed.set()
+        self._router.heard(ROUTER, self.clock())
+        is_ending = fleet.is_draining and any(m.role == "router" and m.state == "stopping" for m in fleet.members)
+        if is_ending and not self.hosts_router:
+            self.abandon()
 
     def _all_ready(self) -> bool:
         states = {member.name: member.state for member in self.fleet.members}
@@ -231,7 +271,7 @@ class Supervisor(Actor):
         except TimeoutError:
             pass
 
-    def _ready(self) -> Ready:
+    def actors(self) -> list[ReadyActor]:
+        """Return the node's processes, as far as the router knows them."""
         known = [member for member in self.fleet.members if member.name in self._children]
-        actors = tuple(ReadyActor(m.name, m.role, m.node, m.rack, m.pid) for m in known)
-        return Ready(self.spec.run_id, os.getpid(), actors=actors, **self._addresses)
+        return [ReadyActor(m.name, m.role, m.node, m.rack, m.pid) for m in known]

@@ -165,7 +165,7 @@ def _overrides(base: ClusterConfig, mode: Mode, dtype: ModelDtype) -> list[str]:
 def _check_fit(config: ClusterConfig, shape: ModelShape, max_tokens: int) -> None:
     """Raise ConfigError if the model or the memory is too small for what the file and the prompts need."""
     blueprint.check_model(config, shape)
-    blueprint.check_memory(config, shape, available_bytes())
+    blueprint.check_memory(config, config.node, shape, available_bytes())
     length = config.model.max_model_len
     if max_tokens >= length:
         raise ConfigError(f"model.max_model_len = {length}: answers of {max_tokens} tokens leave no room for a prompt")

@@ -34,7 +34,7 @@ def command(
     configure()
     config = load(file, sets=sets)
     if node is not None:
-        config.node_named(node)
+        config.node_named(node)  # before a model is fetched
     with progress_bar() as progress:
         folder = resolve(config.model.path, fetch=True, progress=progress)
 
@@ -42,4 +42,4 @@ def command(
         addresses = {"run_id": ready.run_id, "tcp": ready.tcp, "zmq": ready.zmq, "http": ready.http}
         click.echo(f"ready {json.dumps(addresses)}")
 
-    launch(config, folder, ready_file=ready_file, on_ready=on_ready, lifeline=lifeline)
+    launch(config, folder, node=node, ready_file=ready_file, on_ready=on_ready, lifeline=lifeline)

@@ -51,5 +51,5 @@ def zmq_address(zmq: str | None, ready_file: Path | None) -> str:
         return zmq if "://" in zmq else f"tcp://{zmq}"
     ready: Ready = read_ready_file(ready_file) if ready_file else the_only_one()
     if not ready.zmq:
-        raise ConnectionLost(f"cluster {ready.run_id} has no ZeroMQ socket: listen.zmq is off")
+        raise ConnectionLost(f"cluster {ready.run_id} has no ZeroMQ socket that can be reached from here (listen.zmq)")
     return ready.zmq

@@ -47,9 +47,14 @@ class Cluster:
 
 
 def launch(
-    file: str | Path | None = None, *, sets: Sequence[str] = (), timeout_s: float = 300.0, quiet: bool = True
+    file: str | Path | None = None,
+    *,
+    node: str | None = None,
+    sets: Sequence[str] = (),
+    timeout_s: float = 300.0,
+    quiet: bool = True,
 ) -> Cluster:
-    """Start the cluster that `file` describes and return once it is ready.
+    """Start this machine's share of the cluster that `file` describes, or only `node`, and return once it is ready.
 
     `sets` override keys, as `--set` does: `["listen.tcp=127.0.0.1:0"]`. The cluster's log goes to this process's stderr
     unless `quiet`. It ends with this process, however this process ends.
@@ -63,6 +68,7 @@ def launch(
         command = [sys.executable, "-m", "pdactors.cli.main", "launch", "--ready-file", str(ready_file)]
         command += ["--lifeline", str(read_end)]
         command += [part for value in sets for part in ("--set", value)]
+        command += ["--node", node] if node is not None else []
         command += [str(file)] if file is not None else []
         process = subprocess.Popen(  # noqa: S603 - this interpreter and our own arguments
             command,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
+import socket
 from dataclasses import dataclass
 
 from pdactors.errors import ConfigError
@@ -22,6 +24,14 @@ class Address:
     @property
     def is_loopback(self) -> bool:
         return is_loopback(self.host)
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def is_wildcard(self) -> bool:
+        """Say whether it stands for every address of the machine."""
+        return self.host in _WILDCARDS
 
     def collides(self, other: Address) -> bool:
         """Say whether both cannot be bound at once on one machine."""
@@ -53,6 +63,19 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(_canonical(host)).is_loopback
     except ValueError:
         return False
+
+
+def local_ip(host: str) -> str | None:
+    """Return the IP address of this machine that `host` stands for; None if it is another machine's, or nobody's."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, kind, protocol, _, address in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
+        with socket.socket(family, kind, protocol) as probe, contextlib.suppress(OSError):
+            probe.bind(address)
+            return str(address[0])
+    return None
 
 
 def _canonical(host: str) -> str:

@@ -201,6 +201,12 @@ def _reach(cfg: ClusterConfig) -> Iterator[Problem]:
     for index, node in enumerate(cfg.node):
         if is_loopback(node.host) or node.host == homes[0]:
             continue
+        if is_loopback(homes[0]):
+            key = f"node.{[node.name for node in cfg.node].index(cfg.router.node)}.host"
+            needed = (
+                f"node.{index}.host = {node.host} is another machine, from which the gateway cannot be reached there"
+            )
+            yield _problem(key, homes[0], needed, f"node.{index}.host")
         if control.is_loopback or control.port == 0:
             needed = (
                 f"node.{index}.host = {node.host} is another machine, so a fixed port on a reachable address is needed"

@@ -28,6 +28,10 @@ class Limits:
     overlaps: bool = True  # KV is moved while later chunks are computed
     data_transport: str = ""  # what moves it between nodes; nothing does
 
+    @property
+    def can_migrate(self) -> bool:
+        return bool(self.data_transport)
+
 
 class Pace:
     """How fast requests finish."""

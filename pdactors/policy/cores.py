@@ -1,9 +1,10 @@
-"""Which cores a node's actors compute on. Pure."""
+"""Which cores the actors of this machine's nodes compute on. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from pdactors.messages import Role
 
@@ -16,11 +17,15 @@ class Cores:
     others: tuple[int, ...]  # where router, gateway and migrator run: beside prefill, never beside decode
 
 
-def assign_cores(engines: Sequence[tuple[str, Role]], threads: int, available: Sequence[int]) -> Cores:
-    """Give each engine cores of its own, in order, if there are enough for all; else leave it to the kernel."""
-    if threads * len(engines) > len(available) or len(available) < 2:
+def assign_cores(engines: Sequence[tuple[str, Role, int]], available: Sequence[int]) -> Cores:
+    """Give each engine, of so many threads, cores of its own, in order, if there are enough for all on this machine.
+
+    Otherwise it is left to the kernel.
+    """
+    if sum(threads for _, _, threads in engines) > len(available) or len(available) < 2:
         return Cores({}, ())
-    own = {name: tuple(available[i * threads : (i + 1) * threads]) for i, (name, _) in enumerate(engines)}
-    decoding = {core for name, role in engines if role == "decode" for core in own[name]}
+    rest = iter(available)
+    own = {name: tuple(islice(rest, threads)) for name, _, threads in engines}
+    decoding = {core for name, role, _ in engines if role == "decode" for core in own[name]}
     others = tuple(core for core in available if core not in decoding)
     return Cores(own, others if decoding else ())

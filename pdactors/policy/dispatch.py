@@ -247,7 +247,13 @@ class Dispatcher:
             if view.has_capacity
         ]
         cached = {view.name: self._num_readable(request, view.name) * self.limits.block_tokens for view in views}
-        target = choose_prefill(views, len(request.ask.prompt), cached=cached, decodes=self._views("decode"))
+        target = choose_prefill(
+            views,
+            len(request.ask.prompt),
+            cached=cached,
+            decodes=self._views("decode"),
+            can_migrate=self.limits.can_migrate,
+        )
         if target is None:
             return []
         request.num_cached = cached[target]

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+MIN_SLACK = 4  # requests by which engines may differ and still count as equally busy
+
 PlacementPolicy = Literal["locality", "least_loaded", "round_robin"]
 
 
@@ -55,23 +57,44 @@ def choose_prefill(
     *,
     cached: Mapping[str, int] | None = None,
     decodes: Sequence[EngineView] = (),
+    can_migrate: bool = True,
 ) -> str | None:
     """Return the engine with the fewest tokens to compute before this prompt's first token; None if all are full.
 
     `cached` says how many of the prompt's tokens each engine can read without computing them, or will have computed
     before. They count twice: computing them again elsewhere takes time from others, and memory. Ties go to the engine
-    that is nearest to a decode engine with room, then to the one that has most of the prompt itself, then to the one
-    with fewer requests.
+    that is nearest to a decode engine with room, then to the one that has most of the prompt itself, then to where
+    fewer requests will be decoded beside it, then to the one with fewer requests.
+
+    That holds among engines that are about as busy. Where far more requests would be decoded beside it, a prompt goes
+    elsewhere, whatever is cached. And without `can_migrate` no prompt goes to a node where no decode engine could read
+    it, or to one where none has room while another has.
     """
     cached = cached or {}
-    open_decodes = [engine.place for engine in decodes if engine.has_capacity]
+    if decodes and not can_migrate:
+        engines = [e for e in engines if any(e.place.distance(decode.place) == 0 for decode in decodes)]
+    crowds = {engine.name: _crowd(engine, decodes) for engine in engines if engine.has_capacity}
+    least = min((crowd.num_requests for crowd in crowds.values()), default=0)
 
-    def cost(engine: EngineView) -> tuple[int, int, int, int, str]:
+    def cost(engine: EngineView) -> tuple[bool, int, int, int, int, int, int, str]:
+        crowd = crowds[engine.name]
+        distance = engine.place.distance(crowd.place) if crowd.has_capacity else 3
+        is_stuck = bool(decodes) and not can_migrate and distance > 0
+        excess = (crowd.num_requests - least) // max(MIN_SLACK, crowd.max_requests // 4)
         tokens = engine.pending_tokens + prompt_tokens - 2 * cached.get(engine.name, 0)
-        distance = min((engine.place.distance(place) for place in open_decodes), default=3)
-        return tokens, distance, -engine.num_owned, engine.num_requests, engine.name
+        own = -engine.num_owned
+        return is_stuck, excess, tokens, distance, own, crowd.num_requests, engine.num_requests, engine.name
 
     return min((engine for engine in engines if engine.has_capacity), key=cost, default=_NOBODY).name or None
+
+
+def _crowd(engine: EngineView, decodes: Sequence[EngineView]) -> EngineView:
+    """Return the engine that would decode what `engine` computes: the nearest with room, of equals the least loaded.
+
+    Where there are no decode engines it is the engine itself.
+    """
+    near = [decode for decode in decodes if decode.has_capacity] or decodes or [engine]
+    return min(near, key=lambda other: (engine.place.distance(other.place), other.num_requests))
 
 
 def schedule_decode(

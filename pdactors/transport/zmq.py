@@ -34,6 +34,7 @@ class ZmqTransport:
     ) -> ZmqListener:
         socket = self._socket(zmq.ROUTER, max_bytes)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.IPV6, "[" in address)
         if fd is not None:
             socket.setsockopt(constants.SocketOption.USE_FD, os.dup(fd))
         try:
@@ -48,6 +49,7 @@ class ZmqTransport:
     def connect(self, address: str, identity: Peer, receive: Receive) -> ZmqChannel:
         socket = self._socket(zmq.DEALER, MAX_BYTES)
         socket.setsockopt(zmq.IDENTITY, identity)
+        socket.setsockopt(zmq.IPV6, "[" in address)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         try:

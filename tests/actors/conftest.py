@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -14,7 +15,7 @@ import pytest
 from pdactors.actors.actor import Actor
 from pdactors.actors.router import Router
 from pdactors.actors.spec import ActorSpec, Descriptors, ModelSpec
-from pdactors.config.cluster import ClusterConfig, ClusterSection, RouterSection
+from pdactors.config.cluster import ClusterConfig, ClusterSection, NodeSection, RouterSection
 from pdactors.kv.layout import KVLayout
 from pdactors.messages import (
     PROTOCOL_VERSION,
@@ -71,7 +72,8 @@ class FakePeer:
     def hello(self, **changes: object) -> Hello:
         spec = self.spec
         model, layout = spec.model.fingerprint, spec.layout.fingerprint
-        hello = Hello(PROTOCOL_VERSION, VERSION, spec.member(100), layout, model, spec.join_token)
+        terms = spec.config.cluster.mode, spec.model.max_model_len, spec.run_id
+        hello = Hello(PROTOCOL_VERSION, VERSION, spec.member(100), layout, model, spec.join_token, *terms)
         return msgspec.structs.replace(hello, **changes)
 
     async def join(self) -> Welcome:
@@ -145,6 +147,7 @@ def make_spec(control: str) -> MakeSpec:
             config=ClusterConfig(
                 cluster=msgspec.convert({"mode": mode}, ClusterSection),
                 router=msgspec.convert(settings, RouterSection),
+                node=(NodeSection("n0"), NodeSection("n1")),
             ),
             model=ModelSpec("tiny", "/models/tiny", "ab" * 8, (2,), 100, 64),
             layout=KVLayout(2, 2, 8, 8, "float32"),
@@ -229,10 +232,10 @@ class Cluster:
 @pytest.fixture
 def cluster_of(make_spec, fake_peer, living):
     @asynccontextmanager
-    async def cluster_of(*names: str, **settings: object) -> AsyncIterator[Cluster]:
-        router = Router(make_spec("router", **settings), InprocTransport())
+    async def cluster_of(*names: str, mode: str = "disaggregated", **settings: object) -> AsyncIterator[Cluster]:
+        router = Router(make_spec("router", mode=mode, **settings), InprocTransport())
         async with living(router):
-            cluster = Cluster(router, fake_peer)
+            cluster = Cluster(router, partial(fake_peer, mode=mode))
             for name in names:
                 await cluster.join(name)
             yield cluster

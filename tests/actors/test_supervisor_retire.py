@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pdactors.actors.process import Nursery
 from pdactors.actors.supervisor import Supervisor
 from pdactors.messages import Exited, Retire
 from pdactors.transport.inproc import InprocTransport
@@ -12,7 +13,7 @@ from pdactors.transport.inproc import InprocTransport
 @pytest.fixture
 def supervisor(make_spec):
     children = [make_spec("decode", "n0/decode-0", incarnation=5)]
-    return Supervisor(make_spec("supervisor"), InprocTransport(), children, lambda ready: None, addresses={})
+    return Supervisor(make_spec("supervisor"), InprocTransport(), children, Nursery("", "float32", 32, ()))
 
 
 @pytest.fixture

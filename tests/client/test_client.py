@@ -473,7 +473,7 @@ async def test_strangers_at_the_router_are_told_so_and_change_nothing(cluster: C
 async def test_an_actor_without_the_join_token_is_refused_without_a_hint(control: str, token: str) -> None:
     member = Member("n0/decode-0", "decode", "n0", "r0", 1, 2**60)
     async with stranger(control, b"n0/decode-0#1152921504606846976") as peer:
-        peer.tell(Hello(PROTOCOL_VERSION, pdactors.__version__, member, "", "", token))
+        peer.tell(Hello(PROTOCOL_VERSION, pdactors.__version__, member, "", "", token, "chunked", 1))
         refusal = await peer.get(control_decoder)
         assert isinstance(refusal, Refusal)
         assert refusal.reason == "join token: wrong or missing"

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import socket
+
 import pytest
 
-from pdactors.config.address import Address, is_loopback, parse_address
+from pdactors.config.address import Address, is_loopback, local_ip, parse_address
 from pdactors.errors import ConfigError
 
 
@@ -58,3 +60,22 @@ def test_everything_else_counts_as_reachable_from_outside(host: str) -> None:
 )
 def test_addresses_collide_when_they_share_host_and_port(one: str, other: str, expected: bool) -> None:
     assert parse_address(one).collides(parse_address(other)) is expected
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.7", socket.gethostname()])
+def test_a_host_of_this_machine_has_an_address_here(host: str) -> None:
+    found = local_ip(host)
+    if host == socket.gethostname() and found is None:
+        pytest.skip("this machine does not know its own name")
+    assert found is not None
+    socket.create_server((found, 0), family=socket.AF_INET6 if ":" in found else socket.AF_INET).close()
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_a_host_elsewhere_or_nowhere_has_none(host: str) -> None:
+    assert local_ip(host) is None
+
+
+@pytest.mark.parametrize("text", ["10.0.0.1:7000", "[::1]:7000", "localhost:1"])
+def test_an_address_is_written_as_it_is_read(text: str) -> None:
+    assert str(parse_address(text)) == text

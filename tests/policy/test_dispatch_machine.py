@@ -434,7 +434,10 @@ class DispatcherMachine(RuleBasedStateMachine):
         ready = {name: e for name, e in self.dispatcher.engines.items() if e.member.state == "ready"}
         free = [name for name in ready if counts[name] < ROOM]
         if self.dispatcher.requests.queued:
-            assert not [name for name in free if ENGINES[name][0] in FIRST]
+            decoding = {ENGINES[name][1] for name in ready if ENGINES[name][0] == "decode"}
+            is_open = self.can_migrate or not decoding
+            first = [name for name in free if ENGINES[name][0] in FIRST]
+            assert not [name for name in first if is_open or ENGINES[name][1] in decoding]
         for source in self.dispatcher.requests.waiting:
             near = [n for n in free if self.can_migrate or ENGINES[n][1] == ENGINES[source][1]]
             assert not [name for name in near if ENGINES[name][0] == "decode"]

@@ -141,3 +141,58 @@ def test_what_cannot_move_is_decoded_on_its_device_or_not_at_all(policy):
     near = [*elsewhere, engine("near", num=3)]
     decision = schedule_decode(HERE, near, policy=policy, can_migrate=False, turn=5)
     assert decision == DecodeDecision("near", need_migration=False, distance=0)
+
+
+# ---- Prompts over several nodes --------
+
+
+def test_a_tie_goes_to_the_node_whose_decode_has_less_to_do():
+    engines = [engine("a", HERE), engine("b", NEIGHBOUR)]
+    decodes = [engine("da", HERE, num=2), engine("db", NEIGHBOUR, num=1)]
+    assert choose_prefill(engines, 5, decodes=decodes) == "b"
+    assert choose_prefill(engines, 5, decodes=[*decodes, engine("da2", HERE)]) == "a"
+
+
+def test_a_prefix_does_not_draw_every_prompt_to_its_node():
+    """Up to a quarter of what an engine can hold; then another node computes the prefix once, too."""
+    engines, cached = [engine("a", HERE, most=32), engine("b", NEIGHBOUR, most=32)], {"a": 500}
+    for num, target in [(0, "a"), (7, "a"), (8, "b"), (32, "b")]:
+        decodes = [engine("da", HERE, num=num, most=32), engine("db", NEIGHBOUR, most=32)]
+        assert choose_prefill(engines, 550, cached=cached, decodes=decodes, can_migrate=False) == target
+
+
+def test_a_prefix_does_not_draw_every_prompt_to_its_worker():
+    for num, target in [(7, "a"), (8, "b")]:
+        engines = [engine("a", num=num, most=32, owned=9), engine("b", NEIGHBOUR, most=32)]
+        assert choose_prefill(engines, 300, cached={"a": 288}) == target
+
+
+def test_64_prompts_at_once_are_spread_over_two_equal_nodes():
+    counts = {"a": 0, "b": 0}
+    for _ in range(64):
+        engines = [engine(name, place, counts[name], 64, 20 * counts[name]) for name, place in PAIR]
+        decodes = [engine(f"d{name}", place, most=64) for name, place in PAIR]
+        counts[choose_prefill(engines, 20, decodes=decodes)] += 1
+    assert counts == {"a": 32, "b": 32}
+
+
+PAIR = (("a", HERE), ("b", NEIGHBOUR))
+
+
+def test_without_migration_no_prompt_goes_where_nobody_can_decode_it():
+    engines = [engine("a", HERE, tokens=900), engine("b", NEIGHBOUR)]
+    decodes = [engine("da", HERE, num=3)]
+    assert choose_prefill(engines, 5, decodes=decodes) == "b"
+    assert choose_prefill(engines, 5, decodes=decodes, can_migrate=False) == "a"
+    assert choose_prefill(engines[1:], 5, decodes=decodes, can_migrate=False) is None
+
+
+def test_without_migration_a_full_node_gets_prompts_only_when_all_are_full():
+    engines = [engine("a", HERE), engine("b", NEIGHBOUR, tokens=900)]
+    full, free = engine("da", HERE, num=4), engine("db", NEIGHBOUR, num=3)
+    assert choose_prefill(engines, 5, decodes=[full, free], can_migrate=False) == "b"
+    assert choose_prefill(engines, 5, decodes=[full, engine("db", NEIGHBOUR, num=4)], can_migrate=False) == "a"
+
+
+def test_while_no_decode_is_ready_prompts_are_computed_all_the_same():
+    assert choose_prefill([engine("a"), engine("b", NEIGHBOUR)], 5, can_migrate=False) == "a"

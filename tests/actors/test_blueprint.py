@@ -1,0 +1,81 @@
+"""Which nodes a launch starts, and where the others are found."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdactors.actors.blueprint import check_available, client_addresses, control_address, nodes_here
+from pdactors.config.cluster import ClusterConfig, ClusterSection, ListenSection, NodeSection, RouterSection
+from pdactors.errors import ConfigError
+
+NEAR = {"n0": "127.0.0.1", "n1": "127.0.0.1"}
+
+
+def config(*nodes, mode="disaggregated", control="tcp://0.0.0.0:7000", router="n0", listen=None):
+    return ClusterConfig(
+        cluster=ClusterSection(mode=mode),
+        listen=listen or ListenSection(),
+        router=RouterSection(node=router, control=control),
+        node=nodes or (NodeSection("n0"), NodeSection("n1")),
+    )
+
+
+def names(nodes):
+    return [node.name for node in nodes]
+
+
+def test_all_nodes_of_this_machine_start_the_routers_first():
+    assert names(nodes_here(config(), NEAR, None)) == ["n0", "n1"]
+    assert names(nodes_here(config(router="n1"), NEAR, None)) == ["n1", "n0"]
+    assert names(nodes_here(config(), {"n1": "10.0.0.2"}, None)) == ["n1"]
+
+
+def test_the_named_node_starts_alone():
+    assert names(nodes_here(config(), NEAR, "n1")) == ["n1"]
+
+
+@pytest.mark.parametrize(("hosts", "name", "parts"), [
+    (NEAR, "n7", ["n7", "n0, n1"]),
+    ({"n0": "127.0.0.1"}, "n1", ['node "n1"', "127.0.0.1", "not an address of this machine"]),
+    ({}, None, ["no node of the file is on this machine", "n0 at 127.0.0.1"]),
+])  # fmt: skip
+def test_what_cannot_start_here_is_refused(hosts, name, parts):
+    with pytest.raises(ConfigError) as caught:
+        nodes_here(config(), hosts, name)
+    assert all(part in str(caught.value) for part in parts)
+
+
+@pytest.mark.parametrize(("hosts", "name"), [(NEAR, "n0"), (NEAR, "n1"), ({"n1": "10.0.0.2"}, None)])
+def test_several_launches_need_a_fixed_port(hosts, name):
+    with pytest.raises(ConfigError, match=r"router\.control .* fixed port"):
+        nodes_here(config(control="tcp://127.0.0.1:0"), hosts, name)
+
+
+def test_one_launch_of_all_needs_none():
+    assert len(nodes_here(config(control="tcp://127.0.0.1:0"), NEAR, None)) == 2
+
+
+@pytest.mark.parametrize(("control", "found"), [
+    ("tcp://10.0.0.9:7000", "10.0.0.9:7000"), ("tcp://0.0.0.0:7000", "10.0.0.1:7000"), ("tcp://*:1", "10.0.0.1:1"),
+    ("tcp://[fd00::1]:7", "[fd00::1]:7"),
+])  # fmt: skip
+def test_the_router_is_found_at_its_nodes_host_where_it_listens_everywhere(control, found):
+    assert str(control_address(config(NodeSection("n0", host="10.0.0.1"), control=control))) == found
+
+
+@pytest.mark.parametrize(("host", "zmq", "found"), [
+    ("10.0.0.1", "tcp://10.0.0.1:7071", "tcp://10.0.0.1:7071"), ("10.0.0.1", "0.0.0.0:5", "tcp://10.0.0.1:5"),
+    ("10.0.0.1", "tcp://127.0.0.1:7071", ""), ("127.0.0.1", "tcp://127.0.0.1:7071", "tcp://127.0.0.1:7071"),
+    ("10.0.0.1", "10.0.0.1:0", ""), ("10.0.0.1", "", ""),
+])  # fmt: skip
+def test_a_machine_without_gateway_tells_clients_what_the_file_says_if_it_leads_there(host, zmq, found):
+    asked = config(NodeSection("n0", host=host), NodeSection("n1", host=host), listen=ListenSection(zmq=zmq))
+    assert client_addresses(asked)["zmq"] == found
+
+
+@pytest.mark.parametrize(("counts", "key"), [({"decode": 0}, "node.1.decode"), ({"prefill": 0}, "node.1.prefill")])
+def test_a_node_with_half_of_the_engines_is_refused_since_kv_does_not_move(counts, key):
+    halves = config(NodeSection("n0"), NodeSection("n1", **counts))
+    with pytest.raises(ConfigError, match=key):
+        check_available(halves)
+    check_available(config(NodeSection("n0"), NodeSection("n1", **counts), mode="chunked"))
