@@ -18,7 +18,7 @@ from pdactors.bench import reference
 from pdactors.bench.free_ports import free_ports
 from pdactors.bench.prompts import make_prompts
 from pdactors.bench.reference import Expected, Job
-from pdactors.client import AsyncClient, Cluster, launch
+from pdactors.client import AsyncClient, Client, Cluster, launch
 from pdactors.config.cluster import ClusterConfig, Mode
 from pdactors.config.load import load
 from pdactors.config.memory import available_bytes
@@ -52,6 +52,7 @@ class ModeResult(Struct):
     diverged: list[Difference] = msgspec.field(default_factory=list)
     ties: list[Difference] = msgspec.field(default_factory=list)
     seconds: float = 0.0
+    preempted: int = 0  # how often a sequence gave way to others, which is no difference by itself
     error: str | None = None
 
     @property
@@ -211,6 +212,8 @@ def _verify_mode(
             begin_s = time.monotonic()
             answers = asyncio.run(ask(cluster.zmq, questions, token=token, progress=progress))
             result.seconds = round(time.monotonic() - begin_s, 1)
+            with Client(cluster.zmq, token=token) as client:
+                result.preempted = sum(actor["preempted"] for actor in client.status()["actors"])
     except PDError as error:
         result.error = error.message
         return result

@@ -82,7 +82,8 @@ def _summary(result: ModeResult) -> str:
     if result.error is not None:
         return f"failed: {result.error}"
     counts = f"{result.equal} equal, {result.tied} tied, {len(result.diverged)} diverged"
-    return f"{counts}, in {result.seconds:.0f} s"
+    preempted = f", {result.preempted} preemptions" if result.preempted else ""
+    return f"{counts}{preempted}, in {result.seconds:.0f} s"
 
 
 def _described(difference: Difference) -> str:
