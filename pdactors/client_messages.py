@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 
 from pdactors.errors import PDError
 from pdactors.messages import (
+    Codec,
     FinishReason,
     Logprobs,
     MaxTokens,
@@ -112,6 +113,8 @@ class DoneEvent(Event, frozen=True, tag="done"):
     usage: Usage
     timing: Timing
     path: Path
+    path_reason: str = ""  # why the KV took no faster way
+    codec: Codec = "none"  # that it went through
 
 
 class ErrorEvent(Event, frozen=True, tag="error"):

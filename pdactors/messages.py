@@ -83,6 +83,7 @@ class KVHandle(Struct, frozen=True):
     layout: str  # fingerprint of the KVLayout that the blocks are written in
     segments: tuple[Segment, ...]
     num_tokens: int
+    codec: Codec = "none"  # that it went through; after a lossy one it is good for its own request only
 
 
 class Blocks(Struct, frozen=True, omit_defaults=True):
@@ -183,6 +184,8 @@ class DecodePart(Struct, frozen=True, omit_defaults=True):
     path: Path
     sent_s: float  # when the prefill sent Prefilled
     adopted_s: float
+    path_reason: str = ""
+    codec: Codec = "none"
 
 
 class Token(Struct, frozen=True, omit_defaults=True):
@@ -440,6 +443,7 @@ class Decode(Message, frozen=True):
     priority: Priority = "interactive"
     save_final_kv: bool = True
     path: Path = "lease"  # how the KV came to where the handle says
+    path_reason: str = ""  # why not a faster way
 
 
 class Pin(Message, frozen=True):

@@ -18,7 +18,7 @@ from pdactors.client_messages import (
     TokenEvent,
     Usage,
 )
-from pdactors.messages import DecodePart, FinishReason, Path, PrefillPart, Token
+from pdactors.messages import DecodePart, FinishReason, PrefillPart, Token
 from pdactors.text.detokenizer import Detokenizer
 from pdactors.text.stops import StopMatcher
 from pdactors.text.tokenizer import Tokenizer
@@ -46,7 +46,6 @@ class Answer:
     last_s: float = 0.0
     num_tokens: int = 0
     finish: FinishReason | None = None
-    path: Path = "none"
     _early: dict[int, Token] = field(default_factory=dict)
     _text: Detokenizer | None = None
     _stops: StopMatcher | None = None
@@ -78,16 +77,16 @@ class Answer:
     def done(self, finish: FinishReason, now: float) -> DoneEvent:
         """Describe the end."""
         cached = self.prefill.cached_tokens if self.prefill else 0
-        return DoneEvent(
-            self.id, finish, Usage(self.num_prompt_tokens, self.num_tokens, cached), self._timing(now), self.path
-        )
+        usage = Usage(self.num_prompt_tokens, self.num_tokens, cached)
+        how = (self.decode.path, self.decode.path_reason, self.decode.codec) if self.decode else ("none",)
+        return DoneEvent(self.id, finish, usage, self._timing(now), *how)
 
     def _emit(self, token: Token, tokenizer: Tokenizer, now: float) -> None:
         assert self._text is not None
         assert self._stops is not None
         self.prefill = self.prefill or token.prefill
         if token.decode is not None:
-            self.decode, self.path = token.decode, token.decode.path
+            self.decode = token.decode
         self.first_s = self.first_s or now
         self.last_s = now
         self.num_tokens += 1

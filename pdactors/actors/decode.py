@@ -34,6 +34,7 @@ class DecodeActor(EngineActor):
             saves_kv=message.save_final_kv,
             handle=handle,
             path=message.path,
+            path_reason=message.path_reason,
             tokens=[message.first_token],
             received_s=self.clock(),
             sent_s=message.sent_s,

@@ -49,7 +49,9 @@ def token(actor: EngineActor, outcome: Outcome) -> Token:
     if index == 0:
         prefill = PrefillPart(sequence.num_cached, sequence.received_s, sequence.begin_s, actor.clock())
     elif index == 1 and sequence.handle is not None:
-        decode = DecodePart(sequence.path, sequence.sent_s, sequence.adopted_s)
+        decode = DecodePart(
+            sequence.path, sequence.sent_s, sequence.adopted_s, sequence.path_reason, sequence.handle.codec
+        )
     return Token(
         sequence.request,
         sequence.attempt,

@@ -297,6 +297,8 @@ class Gateway(Actor):
             **msgspec.to_builtins(done.usage),
             **msgspec.to_builtins(done.timing),
             path=done.path,
+            path_reason=done.path_reason,
+            codec=done.codec,
         )
         answer.sink(done)
 

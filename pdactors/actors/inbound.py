@@ -261,6 +261,7 @@ class Inbound:
             layout=mover.spec.layout.fingerprint,
             segments=(Segment(mover.spec.name, lease, 0, tuple(blocks)),),
             num_tokens=coming.num_tokens,
+            codec=coming.codec,
         )
         seconds = mover.clock() - coming.began_s
         mover.tell(ROUTER, Migrated(*coming.key, handle, coming.num_bytes, seconds, coming.codec))

@@ -373,7 +373,9 @@ class Engine:
         return SampleRow(sequence.sampling, position, banned)
 
     def _index_full_blocks(self, sequence: Sequence) -> None:
-        """Make our full blocks findable by what they hold."""
+        """Make our full blocks findable by what they hold; not after a lossy codec, which is in all that follows."""
+        if sequence.handle is not None and sequence.handle.codec != "none":
+            return
         num_full = sequence.num_stored // self._block_tokens
         if not sequence.saves_kv:
             num_full = min(num_full, len(sequence.prompt) // self._block_tokens)

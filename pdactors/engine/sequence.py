@@ -27,6 +27,7 @@ class Sequence:
     saves_kv: bool = True  # generated KV stays in the prefix cache
     handle: KVHandle | None = None  # where the prefill left it
     path: Path = "none"  # how it came there
+    path_reason: str = ""
     tokens: list[int] = field(default_factory=list)  # generated, the first by the prefill
     blocks: list[int] = field(default_factory=list)
     borrowed: set[int] = field(default_factory=set)

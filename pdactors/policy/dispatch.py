@@ -24,7 +24,6 @@ from pdactors.messages import (
     Member,
     Message,
     Migrated,
-    Path,
     Pin,
     Pinned,
     Prefilled,
@@ -162,7 +161,7 @@ class Dispatcher:
             return [Order(sender, Release(message.request, message.attempt))]
         if sender != request.movers[-1]:
             return self._drop(message)
-        return self._adopt(request, request.decode, message.handle, "ucx")
+        return self._adopt(request, request.decode, message.handle)
 
     def stranded(self, sender: str, message: Stranded, now: float) -> list[Order]:
         """The KV cannot be brought over: compute it again, perhaps elsewhere."""
@@ -288,8 +287,10 @@ class Dispatcher:
             request.holders.update(request.movers)
             request.planned = decision.target
 
-    def _schedule(self, request: Request, source: Place) -> DecodeDecision | None:
+    def _schedule(self, request: Request, source: Place, planned: str = "") -> DecodeDecision | None:
+        """Choose a decode engine, the one that was planned if it still has room: part of the KV is there."""
         views = [replace(view, num_owned=request.num_owned(view.name)) for view in self._views("decode")]
+        views = [view for view in views if view.name == planned and view.has_capacity] or views
         self._turn += 1
         return schedule_decode(
             source,
@@ -310,21 +311,23 @@ class Dispatcher:
             return []
         planned = request.planned
         self.requests.plan(request, "")  # its own place counts as free for it
-        decision = self._schedule(request, source.place)
-        if decision is None:
+        decision = self._schedule(request, source.place, planned)
+        way = self.fleet.way(source.place, self.fleet.engines[decision.target].place) if decision else None
+        if decision is None or way is None:
             self.requests.plan(request, planned)
             return []
+        request.way = way
         if not decision.need_migration:
-            return self._adopt(request, decision.target, done.handle, "lease")
+            return self._adopt(request, decision.target, done.handle)
         request.movers = self._movers(source.place, decision.target)
         request.holders.update(request.movers)
         self.requests.move(request, Stage.MIGRATING, decision.target)
         return [Order(request.movers[0], tasks.migrate(request))]
 
-    def _adopt(self, request: Request, target: str, handle: KVHandle, path: Path) -> list[Order]:
+    def _adopt(self, request: Request, target: str, handle: KVHandle) -> list[Order]:
         """Have an engine go on with a sequence that it can read."""
         self.requests.move(request, Stage.ADOPTING, target)
-        return [Order(target, tasks.decode(request, handle, path))]
+        return [Order(target, tasks.decode(request, handle))]
 
     def _num_readable(self, request: Request, name: str) -> int:
         under_way = self.requests.under_way.get(name, {}).values()

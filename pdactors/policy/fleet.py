@@ -9,7 +9,7 @@ from pdactors.messages import Load, Member
 from pdactors.policy.placement import EngineView, Place
 from pdactors.policy.prefix_index import PrefixIndex
 from pdactors.policy.requests import Assigned
-from pdactors.policy.transfer import choose_way
+from pdactors.policy.transfer import Way, choose_way
 
 
 @dataclass
@@ -75,11 +75,14 @@ class FleetState:
         blocks = [e.load.max_blocks for e in self.engines.values() if e.member.role in roles and e.load.max_blocks]
         return [count * block_tokens for count in blocks]
 
+    def way(self, source: Place, target: Place) -> Way | None:
+        """Return how KV gets from one place to the other; None if it cannot."""
+        both = source.node in self.migrators and target.node in self.migrators
+        return choose_way(source, target, self._transport, (self._data_transport,) if both else ())
+
     def needs_migration(self, source: Place, target: Place) -> bool | None:
         """Say whether KV has to move from one place to the other; None if it cannot get there."""
-        both = source.node in self.migrators and target.node in self.migrators
-        offered = (self._data_transport,) if both else ()
-        way = choose_way(source, target, self._transport, offered)
+        way = self.way(source, target)
         return None if way is None else way.path != "lease"
 
 

@@ -17,6 +17,7 @@ from enum import StrEnum
 
 from pdactors.errors import InvariantError
 from pdactors.messages import Generate, Prefilled, Segment
+from pdactors.policy.transfer import NO_WAY, Way
 
 
 class Stage(StrEnum):
@@ -56,6 +57,7 @@ class Request:
     decode: str = ""
     planned: str = ""  # the decode engine that was chosen early, since KV has to move there; it keeps a place
     prefilled: Prefilled | None = None
+    way: Way = NO_WAY  # how the KV gets to decode
     movers: tuple[str, ...] = ()  # migrators that the KV moves through
     digests: tuple[bytes, ...] = ()  # of the prompt's full blocks that need not be computed where they are cached
     num_cached: int = 0  # tokens of the prompt that its engine was expected to read when it was chosen

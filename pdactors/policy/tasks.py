@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdactors.errors import InvariantError
-from pdactors.messages import Decode, KVHandle, Migrate, Path, Prefill, Prefilled
+from pdactors.messages import Decode, KVHandle, Migrate, Prefill, Prefilled
 from pdactors.policy.requests import Request
 
 
@@ -31,7 +31,7 @@ def migrate(request: Request) -> Migrate:
     )
 
 
-def decode(request: Request, handle: KVHandle, path: Path) -> Decode:
+def decode(request: Request, handle: KVHandle) -> Decode:
     """Go on with a sequence whose KV `handle` names."""
     ask, done = request.ask, _done(request)
     return Decode(
@@ -44,7 +44,8 @@ def decode(request: Request, handle: KVHandle, path: Path) -> Decode:
         sent_s=done.sent_s,
         priority=ask.priority,
         save_final_kv=ask.save_final_kv,
-        path=path,
+        path=request.way.path,
+        path_reason=request.way.why,
     )
 
 

@@ -156,6 +156,9 @@ class Way(NamedTuple):
     why: str
 
 
+NO_WAY = Way("none", "")
+
+
 def choose_way(source: Place, target: Place, transport: str, offered: Collection[str]) -> Way | None:
     """Choose how KV gets from one place to the other; None if it cannot.
 
