@@ -30,6 +30,8 @@ HOMES = {  # foreign library -> the only modules and packages that may import it
     "huggingface_hub": ("engine/", "bench/"),
     "click": ("cli/",),
     "structlog": ("config/",),
+    "aiohttp": ("bench/openai_target.py",),
+    "matplotlib": ("bench/report.py",),
     "rich": ("cli/", "bench/", "engine/store.py"),
 }
 PURE = {"policy", "kv"}

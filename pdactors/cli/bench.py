@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pdactors.cli.bench_serve import serve
 from pdactors.cli.options import config_options
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 @click.group("bench")
 def command() -> None:
     """Measure on this machine, each figure beside its reference in the same run."""
+
+
+command.add_command(serve)
 
 
 @command.command("kv", epilog="Example:  pdactors bench kv --rounds 10")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast, get_args
 
 import click
 
 from pdactors.actors.discovery import Ready, read_ready_file, the_only_one
+from pdactors.config.cluster import Mode
 from pdactors.errors import ConnectionLost
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -26,6 +27,16 @@ def config_options(function: F) -> F:
         help="Override a key, e.g. kv.memory=1GiB. May be repeated.",
     )(function)
     return click.argument("file", type=FILE, required=False)(function)
+
+
+def parse_modes(_ctx: click.Context, _option: click.Parameter, text: str) -> tuple[Mode, ...]:
+    """Read a list of modes, as an option's callback; empty for none."""
+    modes = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    known = get_args(Mode)
+    for mode in modes:
+        if mode not in known:
+            raise click.BadParameter(f"{mode!r} is none of {', '.join(known)}")
+    return cast("tuple[Mode, ...]", modes)
 
 
 def cluster_options(function: F) -> F:

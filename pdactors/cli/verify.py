@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from pdactors.cli.options import config_options
-from pdactors.config.cluster import Mode
+from pdactors.cli.options import config_options, parse_modes
 
 if TYPE_CHECKING:
     from pdactors.bench.verify import Difference, ModeResult, Verification
@@ -17,19 +16,11 @@ if TYPE_CHECKING:
 OWN_OPTIONS = {"cluster.mode": "--modes", "model.dtype": "--dtype"}
 
 
-def _modes(_ctx: click.Context, _option: click.Parameter, text: str) -> tuple[str, ...]:
-    """Read a list of modes; empty stands for the file's own."""
-    modes = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    known = get_args(Mode)
-    for mode in modes:
-        if mode not in known:
-            raise click.BadParameter(f"{mode!r} is none of {', '.join(known)}")
-    return modes
-
-
 @click.command("verify", epilog="Example:  pdactors verify cluster.toml --modes disaggregated --prompts 8")
 @config_options
-@click.option("--modes", callback=_modes, metavar="MODE,...", default="", help="Modes to try.  [default: the file's]")
+@click.option(
+    "--modes", callback=parse_modes, metavar="MODE,...", default="", help="Modes to try.  [default: the file's]"
+)
 @click.option("--prompts", "num_prompts", type=click.IntRange(min=1), default=32, show_default=True, help="How many.")
 @click.option("--max-tokens", type=click.IntRange(1, 2**20), default=64, show_default=True, help="Of each answer.")
 @click.option("--concurrency", type=click.IntRange(1, 1024), default=8, show_default=True, help="Requests in flight.")
