@@ -178,7 +178,7 @@ def plan_actors(run: Run, node: NodeSection, fds: Descriptors) -> list[ActorSpec
     actors = []
     if node.name == config.router.node:
         actors.append(spec("router", "router", -1, Descriptors(control=fds.control)))
-        actors.append(spec("gateway", "gateway", -1, Descriptors(tcp=fds.tcp, zmq=fds.zmq)))
+        actors.append(spec("gateway", "gateway", -1, Descriptors(tcp=fds.tcp, zmq=fds.zmq, http=fds.http)))
     actors.append(spec(f"{node.name}/migrator", "migrator", -1, Descriptors(arena=fds.arena)))
     actors += [spec(name, role, slot, Descriptors(arena=fds.arena)) for slot, (name, role) in enumerate(engines)]
     return actors

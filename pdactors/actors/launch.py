@@ -70,6 +70,7 @@ def _prepare(
     control = opened.enter_context(_bound("router.control", config.router.control))
     tcp = opened.enter_context(_bound("listen.tcp", config.listen.tcp)) if config.listen.tcp else None
     zmq = opened.enter_context(_bound("listen.zmq", config.listen.zmq)) if config.listen.zmq else None
+    http = opened.enter_context(_bound("listen.http", config.listen.http)) if config.listen.http else None
     run = Run(
         run_id=secrets.token_hex(4),
         config=config,
@@ -92,11 +93,12 @@ def _prepare(
         control=control.fileno(),
         tcp=tcp.fileno() if tcp else -1,
         zmq=zmq.fileno() if zmq else -1,
+        http=http.fileno() if http else -1,
     )
     addresses = {
         "tcp": _address(tcp) if tcp else "",
         "zmq": f"tcp://{_address(zmq)}" if zmq else "",
-        "http": "",  # not served in this version
+        "http": _address(http) if http else "",
     }
     if ready_file is not None:
         opened.callback(remove_ready_file, ready_file, run.run_id)
