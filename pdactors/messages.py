@@ -494,6 +494,7 @@ class Fleet(Message, frozen=True):
     members: tuple[Member, ...]
     num_requests: int = 0
     is_draining: bool = False  # nothing new is taken
+    num_queued: int = 0  # of the requests: those that no engine has taken; router.max_queue limits them
 
 
 class Answered(Message, frozen=True):

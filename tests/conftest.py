@@ -45,6 +45,7 @@ BASE = {
     "kv.memory": "8MiB",
     "listen.tcp": "127.0.0.1:0",
     "listen.zmq": "tcp://127.0.0.1:0",
+    "listen.http": "127.0.0.1:0",
 }
 KEPT = {"models", "logs", "downloads", "kernels"}  # what may stay in $PDACTORS_HOME
 KERNELS = default_home() / "kernels"  # compiled once for all tests
@@ -175,7 +176,7 @@ def assert_gone(cluster: Cluster, timeout_s: float = 1.0) -> None:
     """Hold that a cluster has neither processes nor listening sockets, at the latest after `timeout_s`."""
     run_id = cluster.ready.run_id
     eventually(lambda: not processes_of(run_id), timeout_s, lambda: f"left: {processes_of(run_id)}")
-    assert not [address for address in (cluster.tcp, cluster.zmq) if address and _answers(address)]
+    assert not [address for address in (cluster.tcp, cluster.zmq, cluster.http) if address and _answers(address)]
     assert not psutil.pid_exists(cluster.ready.pid) or cluster.process.poll() is not None
 
 

@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "pdactors"
 ORDER = (
-    "errors version config token_ids messages client_messages transport kernels kv policy engine text actors client "
-    "observe sim bench cli"
+    "errors version config token_ids messages client_messages openai_messages transport kernels kv policy engine text "
+    "observe actors client sim bench cli"
 ).split()
 HOMES = {  # foreign library -> the only modules and packages that may import it
     "tokenizers": ("text/",),
@@ -32,6 +32,9 @@ HOMES = {  # foreign library -> the only modules and packages that may import it
     "structlog": ("config/",),
     "aiohttp": ("bench/openai_target.py",),
     "matplotlib": ("bench/report.py",),
+    "starlette": ("actors/http/",),
+    "uvicorn": ("actors/http/",),
+    "prometheus_client": ("observe/",),
     "rich": ("cli/", "bench/", "engine/store.py"),
 }
 PURE = {"policy", "kv"}

@@ -97,7 +97,11 @@ def client_addresses(config: ClusterConfig) -> dict[str, str]:
             return ""
         return f"{scheme}{address}"
 
-    return {"tcp": shown(config.listen.tcp, ""), "zmq": shown(config.listen.zmq, "tcp://"), "http": ""}
+    return {
+        "tcp": shown(config.listen.tcp, ""),
+        "zmq": shown(config.listen.zmq, "tcp://"),
+        "http": shown(config.listen.http, ""),
+    }
 
 
 def _reachable(config: ClusterConfig, text: str) -> Address:
@@ -254,7 +258,7 @@ def plan_actors(run: Run, node: NodeSection, fds: Descriptors) -> list[ActorSpec
     actors = []
     if node.name == config.router.node:
         actors.append(spec("router", "router", Descriptors(control=fds.control)))
-        actors.append(spec("gateway", "gateway", Descriptors(tcp=fds.tcp, zmq=fds.zmq)))
+        actors.append(spec("gateway", "gateway", Descriptors(tcp=fds.tcp, zmq=fds.zmq, http=fds.http)))
     arena = Descriptors(arena=fds.arena)
     actors.append(spec(f"{node.name}/migrator", "migrator", arena, len(engines) + SPARE_SLOTS))
     actors += [spec(name, role, arena, slot) for slot, (name, role, _) in enumerate(engines)]

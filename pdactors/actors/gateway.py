@@ -9,7 +9,7 @@ import asyncio
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -34,6 +34,7 @@ from pdactors.messages import (
     Cancel,
     DrainActor,
     FinishReason,
+    Fleet,
     Generate,
     Inspect,
     Load,
@@ -52,6 +53,9 @@ from pdactors.text.tokenizer import Tokenizer
 from pdactors.token_ids import TokenIds
 from pdactors.transport import Transport
 
+if TYPE_CHECKING:
+    from pdactors.actors.http.server import HttpServer
+
 LONG_TEXT = 20_000  # characters that are tokenised aside, so that the loop goes on
 ROUTER_GRACE_S = 5.0  # what the router gets beyond a request's own limit to say that it is over
 ASK_TIMEOUT_S = 15.0  # more than a fork of an engine takes
@@ -69,8 +73,10 @@ class Gateway(Actor):
         self._questions: dict[int, asyncio.Future[Surveyed | Answered]] = {}
         self._num_questions = 0
         self._router_incarnation = 0
+        self._news_s = 0.0  # when the router was last heard
         self._lines = LineServer(self)
         self._clients = ClientServer(self, transport)
+        self._http: HttpServer | None = None
         self.accept(Tokens, self._on_tokens, "prefill", "decode", "worker")
         self.accept(Rejected, self._on_rejected, "router")
         self.accept(Surveyed, self._on_answer, "router")
@@ -88,6 +94,11 @@ class Gateway(Actor):
             await self._lines.start(self.spec.fds.tcp)
         if self.spec.fds.zmq >= 0:
             self._clients.start(self.spec.config.listen.zmq, self.spec.fds.zmq)
+        if self.spec.fds.http >= 0:
+            from pdactors.actors.http.server import HttpServer  # a fifth of a second that only its users pay
+
+            self._http = HttpServer(self)
+            await self._http.start(self.spec.fds.http)
         self.every(1.0, self._sweep)
 
     async def close(self) -> None:
@@ -95,6 +106,8 @@ class Gateway(Actor):
             self._fail(answer, Overloaded("the cluster is shutting down", retry_after_s=5.0))
         self._clients.close()
         await self._lines.close()
+        if self._http is not None:
+            await self._http.close()
 
     def welcomed(self, host: Member) -> None:
         """End what a lost router took with it; what decodes already goes on, since tokens do not pass the router."""
@@ -106,11 +119,41 @@ class Gateway(Actor):
                 self.tell(ROUTER, Cancel(answer.request))  # it may have come between the new one's start and its word
                 self._fail(answer, WorkerLost("the router was lost before the request was handed over to decode"))
 
+    def _on_fleet(self, sender: Member, fleet: Fleet) -> None:
+        self._news_s = self.clock()
+        super()._on_fleet(sender, fleet)
+
     def load(self) -> Load:
         return Load(running=len(self.answers))
 
     def report(self) -> Report:
         return msgspec.structs.replace(super().report(), requests=tuple(self.answers))
+
+    # ---- What could be served, for the client sockets --------
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether nothing new is taken because the run is about to end."""
+        return self.fleet.is_draining or self.state == "stopping"
+
+    @property
+    def has_router(self) -> bool:
+        """Whether the router was heard of late."""
+        return ROUTER in self._hosts and self.clock() - self._news_s < self.spec.config.router.dead_after_ms / 1000
+
+    def obstacle(self) -> str:
+        """Say why a request could not be served now; "" if it could."""
+        if self.is_ending:
+            return "the cluster is shutting down"
+        if not self.has_router:
+            return "the router is not there"
+        ready = {member.role for member in self.fleet.members if member.state == "ready"}
+        needed: set[Role] = {"prefill", "decode"} if self.spec.config.is_separated else {"worker"}
+        if missing := sorted(needed - ready):
+            return f"no {' and no '.join(missing)} actor is ready"
+        if self.fleet.num_queued >= self.spec.config.router.max_queue:
+            return f"{self.fleet.num_queued} requests are waiting (router.max_queue)"
+        return ""
 
     # ---- Requests, for the client sockets --------
 
@@ -293,6 +336,7 @@ class Gateway(Actor):
         self.log.info(
             "request done",
             request=answer.request,
+            id=answer.id,
             finish_reason=finish,
             **msgspec.to_builtins(done.usage),
             **msgspec.to_builtins(done.timing),
@@ -305,7 +349,7 @@ class Gateway(Actor):
     def _fail(self, answer: Answer, error: PDError) -> None:
         if self.answers.pop(answer.request, None) is None:
             return
-        self.log.info("request failed", request=answer.request, code=error.code, reason=error.message)
+        self.log.info("request failed", request=answer.request, id=answer.id, code=error.code, reason=error.message)
         answer.sink(ErrorEvent.of(answer.id, error))
 
     def _sweep(self) -> None:

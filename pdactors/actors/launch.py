@@ -87,7 +87,7 @@ def _open_sockets(config: ClusterConfig, nodes: Sequence[NodeSection], opened: E
     if config.router.node not in {node.name for node in nodes}:
         return {}
     sockets = {"control": opened.enter_context(_bound("router.control", config.router.control))}
-    for name, text in (("tcp", config.listen.tcp), ("zmq", config.listen.zmq)):
+    for name, text in (("tcp", config.listen.tcp), ("zmq", config.listen.zmq), ("http", config.listen.http)):
         if text:
             sockets[name] = opened.enter_context(_bound(f"listen.{name}", text))
     return sockets
@@ -129,7 +129,7 @@ def _client_addresses(sockets: Mapping[str, socket.socket]) -> dict[str, str]:
     return {
         "tcp": str(_address(sockets["tcp"])) if "tcp" in sockets else "",
         "zmq": f"tcp://{_address(sockets['zmq'])}" if "zmq" in sockets else "",
-        "http": "",  # not served in this version
+        "http": str(_address(sockets["http"])) if "http" in sockets else "",
     }
 
 

@@ -127,6 +127,7 @@ class Router(Actor):
             (me, *self.members.values()),
             len(self.dispatcher.requests),
             self._is_draining,
+            len(self.dispatcher.requests.queued),
         )
         for name in self.members:
             self.tell(name, fleet)

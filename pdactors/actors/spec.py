@@ -30,6 +30,7 @@ class Descriptors(Struct, frozen=True):
     control: int = -1  # listening sockets that the supervisor holds, so that a successor keeps the ports
     tcp: int = -1
     zmq: int = -1
+    http: int = -1
 
 
 class ActorSpec(Struct, frozen=True):

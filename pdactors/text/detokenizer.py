@@ -39,6 +39,17 @@ class Detokenizer:
         return self._method.flush()
 
 
+def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """Return the bytes of one token by itself; they may be a part of a character. Special tokens give their name."""
+    token = tokenizer.token(token_id) or ""
+    kinds = list(_decoder_kinds(tokenizer.decoder))
+    if kinds == ["ByteLevel"] and token_id not in tokenizer.special_ids:
+        return _token_bytes(token)
+    if "ByteFallback" in kinds and token_id in tokenizer.byte_ids:
+        return bytes.fromhex(token[3:5])  # <0x0A>
+    return (tokenizer.decode([token_id]) or token).encode("utf-8")
+
+
 class _Method(Protocol):
     def push(self, token_id: int) -> str: ...
 

@@ -128,7 +128,14 @@ def test_status_json_has_exactly_the_promised_keys(cluster: Cluster, run: Run, t
     ready = cluster.ready
     ready_file.write_text(
         json.dumps(
-            {"run_id": ready.run_id, "pid": ready.pid, "tcp": ready.tcp, "zmq": ready.zmq, "http": "", "actors": actors}
+            {
+                "run_id": ready.run_id,
+                "pid": ready.pid,
+                "tcp": ready.tcp,
+                "zmq": ready.zmq,
+                "http": ready.http,
+                "actors": actors,
+            }
         )
     )
     for arguments in ([], ["--zmq", cluster.zmq], ["--ready-file", str(ready_file)]):
