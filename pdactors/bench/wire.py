@@ -13,11 +13,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import msgspec
-import numpy as np
 from msgspec import Struct
 
 from pdactors.errors import ConfigError, PDError
@@ -146,8 +145,9 @@ def _run(kind: str, sides: tuple[Side, Side], block_bytes: int, num_transfers: i
             stack.callback(end.kill)
         lines = [end.stdout.readline() for end in ends if end.stdout]
         for end, line in zip(ends, reversed(lines), strict=True):
-            end.stdin.write(line)  # type: ignore[union-attr] - it is a pipe
-            end.stdin.flush()  # type: ignore[union-attr]
+            assert end.stdin is not None
+            end.stdin.write(line)
+            end.stdin.flush()
         try:
             sender, receiver = (
                 msgspec.json.decode(end.communicate(timeout=DEADLINE_S)[0], type=Figures) for end in ends
@@ -174,11 +174,11 @@ def _tell(address: str) -> str:
     return sys.stdin.readline().strip()
 
 
-def _blocks(job: Job) -> list[np.ndarray]:
-    return list(np.ones((NUM_BLOCKS, job.block_bytes), np.uint8))
+def _blocks(job: Job) -> list[memoryview]:
+    return [memoryview(bytearray(b"\1") * job.block_bytes) for _ in range(NUM_BLOCKS)]
 
 
-def _row(blocks: Sequence[np.ndarray], number: int) -> list[np.ndarray]:
+def _row(blocks: Sequence[memoryview], number: int) -> list[memoryview]:
     """Return the blocks of a transfer, which lie apart."""
     return [blocks[(number * 5 + i * 7) % len(blocks)] for i in range(BLOCKS_PER_TRANSFER)]
 
@@ -186,13 +186,13 @@ def _row(blocks: Sequence[np.ndarray], number: int) -> list[np.ndarray]:
 async def _over_ucx(job: Job) -> Figures:
     port = UcxPort(job.device, "")
     port.connect("peer", bytes.fromhex(_tell(port.address.hex())), lambda *_: None)  # transfers tell
-    blocks, end = _blocks(job), np.ones(1, np.uint8)
+    blocks, end = _blocks(job), memoryview(bytearray(1))
     start, back = (port.send, port.receive) if job.role == "send" else (port.receive, port.send)
     slots = asyncio.Semaphore(IN_FLIGHT)
 
-    async def move(call: object, tag: int, buffers: Sequence[np.ndarray]) -> None:
+    async def move(call: Callable[..., None], tag: int, buffers: Sequence[memoryview]) -> None:
         done: asyncio.Future[PDError | None] = asyncio.get_running_loop().create_future()
-        call("peer", tag, buffers, done.set_result)  # type: ignore[operator]
+        call("peer", tag, buffers, done.set_result)
         error = await done
         slots.release()
         if error:
