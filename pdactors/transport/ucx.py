@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import psutil
 
 from pdactors.errors import BadRequest, ConfigError, ConnectionLost, PDError
@@ -46,7 +47,9 @@ def device_of(host: str) -> str:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     except OSError as error:
         raise ConfigError(f"host {host!r}: {error.strerror or error}") from error
-    held = {address.address.partition("%")[0]: name for name, row in psutil.net_if_addrs().items() for address in row}
+    held: dict[str, str] = {
+        address.address.partition("%")[0]: name for name, row in psutil.net_if_addrs().items() for address in row
+    }
     for address in sorted(found):
         if address in held:
             return held[address]
@@ -161,11 +164,12 @@ class UcxPort:
             self._settle()
             if not self._dropped:
                 break
-        self._swallow()
+        waste = self._swallow()
         rest, self._dropped = self._dropped, set()
         for transfer in rest:
             transfer.requests.clear()
         self._worker = None  # and with it the sockets, and whatever was still under way
+        waste.clear()
         for transfer in rest:
             self._loop.call_soon(transfer.ended, transfer.error)
 
@@ -254,14 +258,19 @@ class UcxPort:
         connection.endpoint.close_blocking()  # by force, because it was made with error handling; sends nothing
         self._plan()
 
-    def _swallow(self) -> None:
-        """Receive what nobody wanted, for UCX complains about a message that is found and left."""
+    def _swallow(self) -> list[Any]:
+        """Receive what nobody wanted, for UCX complains about a message that is found and left.
+
+        Returns: where to; it must live as long as the worker.
+        """
         self._collect()
+        waste = []
         for message in self._early.values():
-            with contextlib.suppress(self._library.UCXError):
-                waste = _array(bytearray(message.length or 1))
-                self._worker.tag_recv_with_handle(waste, message)
+            with contextlib.suppress(self._library.UCXError, MemoryError):
+                array = _array(np.empty(max(message.length, 1), np.uint8))  # not touched: no connection is left
+                waste += [array, self._worker.tag_recv_with_handle(array, message)]
         self._early.clear()
+        return waste
 
     def _connection(self, peer: str) -> _Connection:
         if peer not in self._connections:
