@@ -156,7 +156,7 @@ def _clusters(
         config = load(file, sets=settings)
         blueprint.check_available(config)
         blueprint.check_model(config, ModelShape.read(folder))
-        blueprint.check_memory(config, ModelShape.read(folder), available_bytes())
+        blueprint.check_memory(config, config.node, ModelShape.read(folder), available_bytes())
         settings += free_ports(config)
         openers[mode] = partial(_start, file, settings, config.security.client_token())
     return openers
