@@ -589,6 +589,7 @@ class Offer(Message, frozen=True):
     layout: str
     num_tokens: int
     digests: tuple[bytes, ...] = ()
+    priority: Priority = "interactive"
 
 
 class Taken(Message, frozen=True):

@@ -115,6 +115,7 @@ class Inbound:
             self._mover.tell(sender.name, Abandon(offer.request, offer.attempt, reason))
         elif (offer.request, offer.attempt) not in self.keys:
             self._offers.append((sender, offer))
+            self._offers = deque(sorted(self._offers, key=lambda waiting: waiting[1].priority != "interactive"))
             self.serve()
 
     def serve(self) -> None:

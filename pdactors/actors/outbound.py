@@ -137,7 +137,7 @@ class Outbound:
         leaving = Leaving(key, target, num_tokens, {}, [], [], mover.codec_for(num_tokens), mover.clock())
         self._leaving[key] = leaving
         self.queue.add(key, target, priority, deadline_s)
-        mover.tell(target, Offer(*key, mover.spec.layout.fingerprint, num_tokens, digests))
+        mover.tell(target, Offer(*key, mover.spec.layout.fingerprint, num_tokens, digests, priority))
         return leaving
 
     def _take(self, leaving: Leaving, segments: Sequence[Segment], owner: str) -> None:
