@@ -32,7 +32,6 @@ def check_available(config: ClusterConfig) -> None:
     unavailable = [
         (config.cluster.mode == "kvstore", "cluster.mode 'kvstore'", "disaggregated, chunked or colocated"),
         (config.kv.transport == "cuda_ipc", "kv.transport 'cuda_ipc'", "auto, lease or ucx"),
-        (config.kv.compression != "none", f"kv.compression {config.kv.compression!r}", "none"),
         (config.kv.prune != 1.0, f"kv.prune {config.kv.prune}", "1.0"),
         (config.security.curve, "security.curve true", "false"),
         (config.router.local_prefill_tokens > 0, "router.local_prefill_tokens above 0", "0"),

@@ -91,7 +91,7 @@ class Migrator(Actor):
 
     async def start(self) -> None:
         if self.mover is not None:
-            self.mover.start()
+            await self.mover.start()
             self.every(SWEEP_S, self.mover.tick)
             self.every(self.spec.config.router.heartbeat_ms / 1000, self.mover.mind_peers)
             self.every(self.spec.config.kv.lease_s / 4, self.mover.renew)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from pdactors.actors.inbound import Inbound
 from pdactors.actors.outbound import Outbound
 from pdactors.errors import ConnectionLost, Overloaded, PDError
 from pdactors.kv.blocks import BlockPool
+from pdactors.kv.codec import CodecName, decode, encode, encoded_bytes, prepare
 from pdactors.kv.loans import Loans
 from pdactors.messages import (
     CacheChanged,
@@ -33,6 +34,7 @@ from pdactors.messages import (
     Release,
     Segment,
 )
+from pdactors.policy.codec_choice import CodecCost, choose_codec
 from pdactors.policy.liveness import Liveness
 from pdactors.transport.ports import open_port
 
@@ -40,6 +42,9 @@ if TYPE_CHECKING:
     from pdactors.actors.migrator import Migrator
 
 T = TypeVar("T")
+
+CODECS: tuple[CodecName, ...] = get_args(CodecName)
+COST_BLOCKS = 16  # that codecs are measured with
 
 
 class Mover:
@@ -70,11 +75,12 @@ class Mover:
         self._peers: dict[str, Member] = {}  # migrators whose data ports are connected
         self._addresses: dict[str, bytes] = {}
         self._liveness = Liveness(spec.config.router.dead_after_ms / 1000)
+        self._costs: dict[CodecName, CodecCost] = {}
         self._thread = ThreadPoolExecutor(1, "codec")
 
     # ---- Life --------
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Open the data port, and go on with what a predecessor lent.
 
         Raises:
@@ -83,6 +89,7 @@ class Mover:
         node = self.spec.config.node_named(self.spec.node)
         node = self.spec.config.node_named(self.spec.node)
         self.port = open_port(self.port_name, host=self.spec.host, device=node.ucx_device, ports=node.ucx_ports)
+        await self.in_thread(self._prepare_codecs)
         self.extents.take_over()
         self.loans.take_over()
         self._connect(self.actor.me(), self.port.address)
@@ -122,24 +129,58 @@ class Mover:
         """Compute beside the loop."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, action, *arguments)
 
-    def codec_for(self, _num_tokens: int) -> Codec:
+    def codec_for(self, target: str, num_tokens: int, deadline_s: float | None) -> Codec:
         """Return in which form a sequence's KV goes over the wire."""
-        return "none"
+        wanted = self.spec.config.kv.compression
+        if wanted != "auto":
+            return wanted
+        return choose_codec(
+            self.spec.layout.num_blocks(num_tokens) * self.spec.layout.block_bytes,
+            link_bytes_s=self.outbound.rates[target].bytes_s,
+            costs=self._costs,
+            left_s=None if deadline_s is None else deadline_s - self.clock(),
+        )
 
-    def wire_bytes(self, _codec: Codec) -> int:
+    def _prepare_codecs(self) -> None:
+        """Compile the codecs that may be used, and measure them where they are to be chosen. In the worker thread."""
+        layout, wanted = self.spec.layout, self.spec.config.kv.compression
+        blocks = np.zeros((COST_BLOCKS, layout.block_bytes), np.uint8)
+        for name in CODECS:
+            if wanted in (name, "auto"):
+                prepare(name, layout)
+                frames = np.zeros((COST_BLOCKS, encoded_bytes(name, layout)), np.uint8)
+                began = self.clock()
+                encode(name, layout, blocks, frames)
+                encoded = self.clock()
+                decode(name, layout, frames, blocks)
+                ended = self.clock()
+                ratio = encoded_bytes(name, layout) / layout.block_bytes
+                self._costs[name] = CodecCost(
+                    ratio, blocks.nbytes / max(encoded - began, 1e-9), blocks.nbytes / max(ended - encoded, 1e-9)
+                )
+
+    def wire_bytes(self, codec: Codec) -> int:
         """Return what a block takes on the wire."""
-        return self.spec.layout.block_bytes
+        return self.spec.layout.block_bytes if codec == "none" else encoded_bytes(codec, self.spec.layout)
 
-    def wire_form(self, blocks: Sequence[int], _codec: Codec) -> list[NDArray[np.uint8]]:
-        """Return blocks as they are sent."""
-        return [self.arena.payload()[block] for block in blocks]
+    def wire_form(self, blocks: Sequence[int], codec: Codec) -> list[NDArray[np.uint8]]:
+        """Return blocks as they are sent: themselves, or a frame of all of them."""
+        if codec == "none":
+            return [self.arena.payload()[block] for block in blocks]
+        frames = np.empty((len(blocks), self.wire_bytes(codec)), np.uint8)
+        encode(codec, self.spec.layout, self.arena.payload(), frames, blocks=blocks)
+        return [frames.reshape(-1)]
 
-    def landing_place(self, blocks: Sequence[int], _codec: Codec) -> list[NDArray[np.uint8]]:
-        """Return where blocks are received."""
-        return [self.arena.payload()[block] for block in blocks]
+    def landing_place(self, blocks: Sequence[int], codec: Codec) -> list[NDArray[np.uint8]]:
+        """Return where what is sent for these blocks is received."""
+        if codec == "none":
+            return [self.arena.payload()[block] for block in blocks]
+        return [np.empty(len(blocks) * self.wire_bytes(codec), np.uint8)]
 
-    def memory_form(self, _parts: list[NDArray[np.uint8]], _blocks: Sequence[int], _codec: Codec) -> None:
-        """Put what was received into its blocks."""
+    def memory_form(self, parts: list[NDArray[np.uint8]], blocks: Sequence[int], codec: Codec) -> None:
+        """Put what was received into its blocks, unless it is there already."""
+        if codec != "none":
+            decode(codec, self.spec.layout, parts[0].reshape(len(blocks), -1), self.arena.payload(), blocks=blocks)
 
     def moved(self, num_bytes: int) -> None:
         """Count a migration that is complete."""

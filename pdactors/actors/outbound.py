@@ -7,6 +7,7 @@ always answered, at least by a void header: a receive that was posted cannot be 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -36,7 +37,7 @@ from pdactors.messages import (
     Stranded,
     Taken,
 )
-from pdactors.policy.transfer import Key, Transfer, TransferQueue, runs
+from pdactors.policy.transfer import Key, LinkRate, Transfer, TransferQueue, runs
 
 if TYPE_CHECKING:
     from pdactors.actors.mover import Mover
@@ -61,6 +62,7 @@ class Leaving:
     num_ready: int | None = None  # leading blocks that the destination has; None until it said so
     queued: set[int] = field(default_factory=set)  # indices that were handed to the queue
     transfers: dict[int, Transfer] = field(default_factory=dict)
+    sent: dict[int, tuple[int, float]] = field(default_factory=dict)  # by transfer: bytes, and when
     tries: dict[int, int] = field(default_factory=dict)  # by first block
     num_reading: int = 0  # sends whose memory must stay
     num_bytes: int = 0
@@ -75,6 +77,7 @@ class Outbound:
         self._leaving: dict[Key, Leaving] = {}
         self._ending: set[Leaving] = set()  # over, but some of it is still being read
         self.queue = TransferQueue()
+        self.rates: dict[str, LinkRate] = defaultdict(LinkRate)
         self.num_sent = 0  # transfers, for the fault that a test asks for
 
     @property
@@ -134,7 +137,7 @@ class Outbound:
         digests: tuple[bytes, ...],
     ) -> Leaving:
         mover = self._mover
-        leaving = Leaving(key, target, num_tokens, {}, [], [], mover.codec_for(num_tokens), mover.clock())
+        leaving = Leaving(key, target, num_tokens, {}, [], [], mover.codec_for(target, num_tokens, deadline_s), mover.clock())
         self._leaving[key] = leaving
         self.queue.add(key, target, priority, deadline_s)
         mover.tell(target, Offer(*key, mover.spec.layout.fingerprint, num_tokens, digests, priority))
@@ -219,6 +222,7 @@ class Outbound:
             is_void=leaving.is_over,
         )
         parts = self._damaged(parts)
+        leaving.sent[transfer.number] = header.size, mover.clock()
 
         def ended(_error: PDError | None) -> None:  # a lost connection ends every migration over it, see `peer_lost`
             leaving.num_reading -= 1
@@ -269,6 +273,8 @@ class Outbound:
         if leaving is None or transfer is None:
             return self._mover.drop("untimely stored")
         self.queue.ended(transfer, is_stored=not message.error)
+        if message.transfer in leaving.sent:
+            self.rates[sender.name].note(*leaving.sent.pop(message.transfer), self._mover.clock())
         if message.error:
             tries = leaving.tries[transfer.start] = leaving.tries.get(transfer.start, 1) + 1
             self._mover.log.warning("transfer damaged", request=leaving.key[0], reason=message.error, tries=tries)

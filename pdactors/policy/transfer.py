@@ -6,7 +6,7 @@ under way, and a cancel for no longer.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -136,6 +136,25 @@ class TransferQueue:
             ):
                 below[migration.rank] = migration
         return list(below.values())
+
+
+class LinkRate:
+    """What a link carries, by the transfers that are over; those that overlap share the time."""
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[int, float]] = deque(maxlen=32)  # bytes, seconds that nothing earlier accounts for
+        self._until_s = 0.0
+
+    def note(self, num_bytes: int, began_s: float, ended_s: float) -> None:
+        """Take note of a transfer; in the order of their ends."""
+        self._recent.append((num_bytes, max(0.0, ended_s - max(began_s, self._until_s))))
+        self._until_s = max(self._until_s, ended_s)
+
+    @property
+    def bytes_s(self) -> float | None:
+        """Bytes per second; None before anything was measured."""
+        seconds = sum(spent for _, spent in self._recent)
+        return sum(size for size, _ in self._recent) / seconds if seconds > 0 else None
 
 
 def runs(indices: Sequence[int]) -> list[tuple[int, int]]:
