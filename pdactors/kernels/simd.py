@@ -76,7 +76,7 @@ def emit_call(builder: ir.IRBuilder, name: str, returns: ir.Type, arguments: lis
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
 
-def _narrow(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+def emit_narrow(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     """Round float32 to nearest even bfloat16, held as 16-bit integers; one or a register."""
     is_vector = isinstance(value.type, ir.VectorType)
     if cpu.ROUNDS_BF16:
@@ -94,7 +94,7 @@ def _narrow(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return builder.trunc(result, _V16 if is_vector else I16)
 
 
-def _aligned(instruction: Any, size: int) -> Any:
+def emit_aligned(instruction: Any, size: int) -> Any:
     instruction.align = size
     return instruction
 
@@ -110,7 +110,7 @@ def load(typingctx, array, index):
     def codegen(context, builder, signature, values):
         to = V_BF16 if narrow else V
         pointer = emit_pointer(context, builder, array, values[0], values[1], to)
-        value = _aligned(builder.load(pointer), 2 if narrow else 4)
+        value = emit_aligned(builder.load(pointer), 2 if narrow else 4)
         return builder.fpext(value, V) if narrow else value
 
     return vector(array, types.intp), codegen
@@ -123,8 +123,8 @@ def store(typingctx, array, index, value):
 
     def codegen(context, builder, signature, values):
         pointer = emit_pointer(context, builder, array, values[0], values[1], _V16 if narrow else V)
-        result = _narrow(builder, values[2]) if narrow else values[2]
-        _aligned(builder.store(result, pointer), 2 if narrow else 4)
+        result = emit_narrow(builder, values[2]) if narrow else values[2]
+        emit_aligned(builder.store(result, pointer), 2 if narrow else 4)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, vector), codegen
@@ -168,7 +168,7 @@ def store_scalar(typingctx, array, index, value):
 
     def codegen(context, builder, signature, values):
         pointer = emit_pointer(context, builder, array, values[0], values[1], I16 if narrow else F32)
-        builder.store(_narrow(builder, values[2]) if narrow else values[2], pointer)
+        builder.store(emit_narrow(builder, values[2]) if narrow else values[2], pointer)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.float32), codegen
@@ -184,15 +184,15 @@ def load_pair(typingctx, array, index):
 
     def codegen(context, builder, signature, values):
         if narrow:
-            bits = _aligned(builder.load(emit_pointer(context, builder, array, values[0], values[1], VI)), 2)
+            bits = emit_aligned(builder.load(emit_pointer(context, builder, array, values[0], values[1], VI)), 2)
             high = emit_splat(builder, ir.Constant(I32, 0xFFFF0000), VI)
             sixteen = emit_splat(builder, ir.Constant(I32, 16), VI)
             even = builder.bitcast(builder.shl(bits, sixteen), V)
             odd = builder.bitcast(builder.and_(bits, high), V)
         else:
-            even = _aligned(builder.load(emit_pointer(context, builder, array, values[0], values[1], V)), 4)
+            even = emit_aligned(builder.load(emit_pointer(context, builder, array, values[0], values[1], V)), 4)
             second = builder.add(values[1], ir.Constant(values[1].type, LANES))
-            odd = _aligned(builder.load(emit_pointer(context, builder, array, values[0], second, V)), 4)
+            odd = emit_aligned(builder.load(emit_pointer(context, builder, array, values[0], second, V)), 4)
         return context.make_tuple(builder, signature.return_type, (even, odd))
 
     return types.UniTuple(vector, 2)(array, types.intp), codegen
@@ -205,16 +205,16 @@ def store_pair(typingctx, array, index, even, odd):
 
     def codegen(context, builder, signature, values):
         if narrow:
-            halves = [_narrow(builder, value) for value in values[2:]]
+            halves = [emit_narrow(builder, value) for value in values[2:]]
             order = [lane // 2 + LANES * (lane % 2) for lane in range(2 * LANES)]
             mask = ir.Constant(ir.VectorType(I32, 2 * LANES), order)
             line = builder.shuffle_vector(halves[0], halves[1], mask)
             pointer = emit_pointer(context, builder, array, values[0], values[1], ir.VectorType(I16, 2 * LANES))
-            _aligned(builder.store(line, pointer), 2)
+            emit_aligned(builder.store(line, pointer), 2)
         else:
             for number, value in enumerate(values[2:]):
                 at = builder.add(values[1], ir.Constant(values[1].type, LANES * number))
-                _aligned(builder.store(value, emit_pointer(context, builder, array, values[0], at, V)), 4)
+                emit_aligned(builder.store(value, emit_pointer(context, builder, array, values[0], at, V)), 4)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, vector, vector), codegen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
@@ -10,12 +11,15 @@ from hypothesis import HealthCheck, settings
 def main(hidden: set[str]) -> None:
     settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("shared")
+    sys.path.append(str(Path(__file__).parents[1] / "kv"))
     import test_attention
+    import test_codec
     import test_product
     import test_simd
     from conftest import KINDS
 
     from pdactors.kernels import cpu
+    from pdactors.kv.layout import KVLayout
 
     assert not cpu.HAS_AMX
     assert not (cpu.HAS_AVX512 and "avx512" in hidden)
@@ -28,6 +32,11 @@ def main(hidden: set[str]) -> None:
         test_product.test_a_gated_product_is_that_of_numpy(kind)
         test_attention.test_attention_is_that_of_numpy_and_sees_nothing_but_its_context(kind)
         test_attention.test_a_token_attends_alike_however_the_prompt_is_cut(kind)
+    for codec in test_codec.CODECS:
+        for dtype, head_dim in (("bfloat16", 64), ("float32", 33), ("float16", 80)):
+            layout = KVLayout(2, 2, head_dim, 32, dtype)
+            test_codec.check_numbers_come_back(codec, layout, seed=1, spread=0.5)
+            test_codec.check_only_the_named_places_are_touched(codec, layout, seed=2)
     test_simd.test_powers_of_two_are_close()
     test_simd.test_powers_of_two_are_close_everywhere()
     test_simd.test_integers_give_exact_powers_of_two()
