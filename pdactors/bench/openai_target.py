@@ -39,7 +39,7 @@ class _Chunk(Struct, frozen=True):
 
     choices: tuple[_Choice, ...] = ()
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class _Models(Struct, frozen=True):
@@ -128,8 +128,8 @@ class OpenAITarget:
             if data == b"[DONE]":
                 break
             chunk = _parse(data)
-            if chunk.error is not None:
-                raise error_for("internal", _words(bytes(chunk.error)))
+            if (error := bytes(chunk.error)) != b"null":
+                raise error_for("internal", _words(error))
             usage = chunk.usage or usage
             for choice in chunk.choices:
                 stamps.append(self._now())
@@ -164,9 +164,11 @@ async def _check(response: ClientResponse) -> None:
 
 
 async def _next_line(response: ClientResponse) -> bytes:
+    from aiohttp.http import HttpProcessingError
+
     try:
         return await response.content.readline()
-    except ValueError:  # the library's, for a line that does not fit
+    except (HttpProcessingError, ValueError):  # the library's, for a line that does not fit; it was the latter once
         raise PDError(f"a line of more than {MAX_LINE_BYTES} bytes came") from None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -83,8 +83,8 @@ def _gaps_plot(records: Mapping[str, Sequence[Record]]) -> Figure | None:
         for name, found in by_server.items():
             gaps = np.sort([gap for record in found for gap in itl_ms(record)])
             axis.plot(np.maximum(gaps, 0.1), 1 - np.arange(len(gaps)) / len(gaps), label=name, drawstyle="steps-post")
-        axis.set(xscale="log", yscale="log", title=kind, xlabel="inter-token latency, ms", ylabel="share longer")
-        axis.legend()
+        axis.set(yscale="log", title=kind, xlabel="inter-token latency, ms", ylabel="share longer")
+        _by_decades(axis)
     return figure
 
 
@@ -97,8 +97,8 @@ def _ttft_plot(records: Mapping[str, Sequence[Record]]) -> Figure | None:
         for name, found in by_server.items():
             times = np.sort([max(ttft_ms(record), 0.1) for record in found])
             axis.plot(times, np.arange(1, len(times) + 1) / len(times), label=name, drawstyle="steps-post")
-        axis.set(xscale="log", ylim=(0, 1), title=kind, xlabel="time to first token, ms", ylabel="share at most")
-        axis.legend()
+        axis.set(ylim=(0, 1), title=kind, xlabel="time to first token, ms", ylabel="share at most")
+        _by_decades(axis)
     return figure
 
 
@@ -145,9 +145,10 @@ def _tries_plot(bench: ServeBench) -> Figure | None:
     return figure
 
 
-def _kinds(records: Mapping[str, Sequence[Record]], has: object) -> dict[str, dict[str, list[Record]]]:
+def _kinds(
+    records: Mapping[str, Sequence[Record]], has: Callable[[Record], bool]
+) -> dict[str, dict[str, list[Record]]]:
     """Sort the records that have what is plotted by kind, then by server."""
-    assert callable(has)
     kinds: dict[str, dict[str, list[Record]]] = {}
     for name, found in records.items():
         for kind, part in by_kind(record for record in found if has(record)).items():
@@ -163,6 +164,17 @@ def _plots(count: int, *, width: float = WIDTH) -> tuple[Figure, list[Axes]]:
     for axis in axes:
         axis.grid(alpha=0.3)
     return figure, axes
+
+
+def _by_decades(axis: Axes) -> None:
+    """Make the x axis logarithmic, with plain numbers at 1, 2 and 5, and name the lines."""
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+
+    axis.set_xscale("log")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_formatter(ScalarFormatter())
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    axis.legend()
 
 
 def _svg(figure: Figure) -> str:

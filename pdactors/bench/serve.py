@@ -103,6 +103,7 @@ def bench_serve(
     Raises:
         ConfigError: the cluster file, the trace or a URL is wrong, or the requests do not fit the model.
         ModelError: the model cannot be had.
+        PDError: the kernels cannot be compiled.
     """
     traffic.check()
     base = load(file, sets=sets)
@@ -185,7 +186,10 @@ def _compile(config: ClusterConfig, folder: Path, progress: Progress) -> None:
         return
     progress("compile kernels", 0, 0)
     command = [sys.executable, "-m", "pdactors.kernels.warm", dtype]
-    subprocess.run(command, stdin=subprocess.DEVNULL, timeout=COMPILE_TIMEOUT_S, check=False)  # noqa: S603 - this interpreter
+    try:
+        subprocess.run(command, stdin=subprocess.DEVNULL, timeout=COMPILE_TIMEOUT_S, check=True)  # noqa: S603 - ours
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+        raise PDError(f"the kernels could not be compiled: {error}") from error
 
 
 def _vocabulary(tokenizer: Tokenizer) -> list[int]:

@@ -81,7 +81,7 @@ def verdict(servers: Mapping[str, ServerResult]) -> str:
             lost = {name: values[name] for name in left if name not in kept}
             if len(kept) == 1:
                 return _sentence(kept[0], criterion, values[kept[0]], lost, measured)
-            left = kept
+            left = [name for name in left if name in kept]
     names = ", ".join(left[:-1]) + f" and {left[-1]}"
     beaten = [name for name in measured if name not in left]
     than = f", ahead of {' and '.join(beaten)}" if beaten else ""

@@ -74,5 +74,5 @@ def test_equals_are_called_equal():
     servers = {"colocated": result(), "chunked": result(goodput_s=2.02, itl=101.0), "disaggregated": result(itl=300.0)}
     assert (
         verdict(servers)
-        == "chunked and colocated are equal here, as far as noise lets one say, ahead of disaggregated."
+        == "colocated and chunked are equal here, as far as noise lets one say, ahead of disaggregated."
     )

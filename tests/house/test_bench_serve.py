@@ -75,7 +75,7 @@ def test_a_trace_is_replayed_and_its_common_prefix_is_found_in_the_cache(bench: 
 
 def test_a_cluster_that_refuses_is_counted_by_code(start: Callable[..., object]) -> None:
     """What a full queue refuses is counted; what was accepted is answered whole."""
-    requests = [Request("chat", tuple(range(300 + i, 340 + i)), 16) for i in range(40)]
+    requests = [Request("chat", tuple(range(20 + i, 60 + i)), 64) for i in range(40)]
 
     async def ask(address: str) -> list[Record]:
         async with LineTarget.connect(address) as target:
@@ -85,7 +85,7 @@ def test_a_cluster_that_refuses_is_counted_by_code(start: Callable[..., object])
         assert isinstance(cluster, Cluster)
         records = asyncio.run(ask(cluster.tcp))
     assert {record.error for record in records} == {None, "overloaded"}
-    assert {(record.num_tokens, len(record.stamps)) for record in records if record.error is None} == {(16, 16)}
+    assert {(record.num_tokens, len(record.stamps)) for record in records if record.error is None} == {(64, 64)}
 
 
 # ---- Another server --------
