@@ -11,7 +11,7 @@ install: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[gguf,test]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[gguf,ucx,test]'
 	@touch $@
 
 serve: $(READY)
