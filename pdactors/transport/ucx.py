@@ -297,5 +297,10 @@ def _array(buffer: Buffer) -> Any:
 
 def _settings(device: str, ports: str) -> dict[str, str]:
     """Return UCX's settings, less what the environment sets."""
-    wanted = {"TLS": "tcp", "NET_DEVICES": device, "TCP_PORT_RANGE": ports}
+    wanted = {
+        "TLS": "tcp",
+        "NET_DEVICES": device,
+        "TCP_PORT_RANGE": ports,
+        "ZCOPY_THRESH": "0",
+    }  # the last saves a copy
     return {key: value for key, value in wanted.items() if value and f"UCX_{key}" not in os.environ}

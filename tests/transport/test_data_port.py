@@ -459,8 +459,9 @@ async def test_without_ucxx_the_error_names_what_to_install(monkeypatch):
 
 
 def test_what_the_environment_sets_is_left_alone(monkeypatch):
-    for key in ("TLS", "NET_DEVICES", "TCP_PORT_RANGE"):
+    for key in ("TLS", "NET_DEVICES", "TCP_PORT_RANGE", "ZCOPY_THRESH"):
         monkeypatch.delenv(f"UCX_{key}", raising=False)
-    assert ucx._settings("lo", "30000-30010") == {"TLS": "tcp", "NET_DEVICES": "lo", "TCP_PORT_RANGE": "30000-30010"}
+    chosen = ucx._settings("lo", "30000-30010")
+    assert chosen == {"TLS": "tcp", "NET_DEVICES": "lo", "TCP_PORT_RANGE": "30000-30010", "ZCOPY_THRESH": "0"}
     monkeypatch.setenv("UCX_TLS", "rc")
-    assert ucx._settings("", "") == {}
+    assert ucx._settings("", "") == {"ZCOPY_THRESH": "0"}
