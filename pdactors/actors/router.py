@@ -344,8 +344,7 @@ class Router(Actor):
     def _perform(self, orders: list[Order]) -> None:
         for to, message in orders:
             if not self.tell(to, message) and isinstance(message, Prefill | Decode):
-                lost = Failed(message.request, message.attempt, "worker_lost", f"{to} cannot be reached")
-                self._perform(self.dispatcher.failed(to, lost, self.clock()))
+                self._perform(self.dispatcher.undelivered(to, message, self.clock()))
         if self._is_draining and not self.dispatcher.requests:
             self.beat()
 

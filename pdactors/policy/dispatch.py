@@ -6,7 +6,7 @@ A request that is gone is unknown, and whatever arrives for an unknown request o
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from pdactors import errors
@@ -31,7 +31,7 @@ from pdactors.messages import (
     Release,
 )
 from pdactors.policy.admission import Limits, Pace, refusal
-from pdactors.policy.placement import EngineView, Place, choose_prefill, schedule_decode
+from pdactors.policy.placement import Engine, EngineView, choose_prefill, schedule_decode
 from pdactors.policy.prefix_index import PrefixIndex
 from pdactors.policy.requests import Assigned, Request, RequestTable, Stage
 
@@ -45,19 +45,6 @@ class Order(NamedTuple):
 
     to: str
     message: Message
-
-
-@dataclass
-class Engine:
-    """An engine of the fleet as the router knows it."""
-
-    member: Member
-    load: Load = field(default_factory=Load)
-    device: str = "cpu"
-
-    @property
-    def place(self) -> Place:
-        return Place(self.member.node, self.member.rack, self.device)
 
 
 class Dispatcher:
@@ -177,6 +164,17 @@ class Dispatcher:
         if request is None:
             return self._drop(message)
         return self._reject(request, errors.error_for(message.code, message.message)) + self._advance(now)
+
+    def undelivered(self, name: str, message: Prefill | Decode, now: float) -> list[Order]:
+        """An order did not reach its engine, which gets no others until it is heard again: try elsewhere."""
+        if name in self.engines:
+            self.engines[name].is_silent = True
+        request = self.requests.get(message.request)
+        if request is None or request.attempt != message.attempt or request.engine != name:
+            return []
+        if request.stage == Stage.PREFILLING:
+            return self._retry(request, name) + self._advance(now)
+        return self._reject(request, errors.WorkerLost(f"{name} cannot be reached")) + self._advance(now)
 
     def tick(self, now: float) -> list[Order]:
         """End what is overdue, and wait no longer for owners that do not answer."""
@@ -329,7 +327,7 @@ class Dispatcher:
     def _views(self, *roles: str) -> list[EngineView]:
         views = []
         for name, engine in self.engines.items():
-            if engine.member.role in roles and engine.member.state == "ready":
+            if engine.member.role in roles and engine.member.state == "ready" and not engine.is_silent:
                 given = self.requests.assigned.get(name, _NOTHING)
                 room = engine.load.max_sequences
                 views.append(EngineView(name, engine.place, given.num_requests, room, given.num_tokens))

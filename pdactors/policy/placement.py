@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from pdactors.messages import Load, Member
 
 MIN_SLACK = 4  # requests by which engines may differ and still count as equally busy
 
@@ -24,6 +26,20 @@ class Place:
         if self.node == other.node:
             return 0 if self.device == other.device else 1
         return 2 if self.rack == other.rack else 3
+
+
+@dataclass
+class Engine:
+    """An engine of the fleet as the router knows it."""
+
+    member: Member
+    load: Load = field(default_factory=Load)
+    device: str = "cpu"
+    is_silent: bool = False  # an order could not be delivered, and nothing was heard since
+
+    @property
+    def place(self) -> Place:
+        return Place(self.member.node, self.member.rack, self.device)
 
 
 @dataclass(frozen=True)
