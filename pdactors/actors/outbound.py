@@ -137,7 +137,9 @@ class Outbound:
         digests: tuple[bytes, ...],
     ) -> Leaving:
         mover = self._mover
-        leaving = Leaving(key, target, num_tokens, {}, [], [], mover.codec_for(target, num_tokens, deadline_s), mover.clock())
+        leaving = Leaving(
+            key, target, num_tokens, {}, [], [], mover.codec_for(target, num_tokens, deadline_s), mover.clock()
+        )
         self._leaving[key] = leaving
         self.queue.add(key, target, priority, deadline_s)
         mover.tell(target, Offer(*key, mover.spec.layout.fingerprint, num_tokens, digests, priority))

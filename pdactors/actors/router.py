@@ -361,14 +361,8 @@ class Router(Actor):
 
     def _perform(self, orders: list[Order]) -> None:
         for to, message in orders:
-            if self.tell(to, message):
-                continue
-            if isinstance(message, Prefill | Decode):
-                lost = Failed(message.request, message.attempt, "worker_lost", f"{to} cannot be reached")
-                self._perform(self.dispatcher.failed(to, lost, self.clock()))
-            elif isinstance(message, Migrate):
-                stranded = Stranded(message.request, message.attempt, f"{to} cannot be reached")
-                self._perform(self.dispatcher.stranded(to, stranded, self.clock()))
+            if not self.tell(to, message) and isinstance(message, Prefill | Decode | Migrate):
+                self._perform(self.dispatcher.undelivered(to, message, self.clock()))
         if self._is_draining and not self.dispatcher.requests:
             self.beat()
 

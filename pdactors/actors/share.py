@@ -41,7 +41,9 @@ class Share:
         try:
             async with asyncio.TaskGroup() as tasks:
                 announcing = tasks.create_task(self._announce())
-                await asyncio.gather(*(self._live(supervisor) for supervisor in self._supervisors))
+                async with asyncio.TaskGroup() as nodes:
+                    for supervisor in self._supervisors:
+                        nodes.create_task(self._live(supervisor))
                 announcing.cancel()
         finally:
             await self._nursery.close()

@@ -28,7 +28,7 @@ STABLE_AFTER_S = 60.0  # an actor that lived so long starts afresh with its back
 JOIN_TIMEOUT_S = 10.0  # of engines that are added; who asked for them has it that they count from then on
 LAST_WORDS_S = 0.3  # between SIGTERM and SIGKILL
 ROUTER_WAIT_S = 60.0  # for a router that may have been launched a little later
-ROUTER_GONE_S = 10.0  # more than a restart of the router takes
+ROUTER_GONE_S = 30.0  # more than a restart of the router takes, and most interruptions of a network
 
 
 class Child:
@@ -65,13 +65,7 @@ class Child:
 class Supervisor(Actor):
     role = "supervisor"
 
-    def __init__(
-        self,
-        spec: ActorSpec,
-        transport: Transport,
-        children: Sequence[ActorSpec],
-        nursery: Nursery,
-    ) -> None:
+    def __init__(self, spec: ActorSpec, transport: Transport, children: Sequence[ActorSpec], nursery: Nursery) -> None:
         super().__init__(spec, transport)
         self.hosts_router = any(child.role == "router" for child in children)
         self.is_ready = asyncio.Event()
@@ -90,7 +84,7 @@ class Supervisor(Actor):
         become_subreaper()
         if not self.spec.run_id:
             await self._join()
-        for child in self._children.values():
+        for child in list(self._children.values()):
             await child.start()
             self.spawn(self._watch(child))
         await self._until(self._all_ready)
@@ -118,6 +112,7 @@ class Supervisor(Actor):
         self.every(router.heartbeat_ms / 1000, self._mind_router)
 
     def welcomed(self, host: Member) -> None:
+        self._router.heard(ROUTER, self.clock())
         self._is_welcome.set()
 
     def _mind_router(self) -> None:

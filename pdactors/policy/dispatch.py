@@ -16,6 +16,7 @@ from pdactors.messages import (
     CacheChanged,
     Cancel,
     CopyOut,
+    Decode,
     Failed,
     Finished,
     Generate,
@@ -23,11 +24,12 @@ from pdactors.messages import (
     Load,
     Member,
     Message,
+    Migrate,
     Migrated,
     Pin,
     Pinned,
+    Prefill,
     Prefilled,
-    Rejected,
     Release,
     Stranded,
 )
@@ -116,7 +118,7 @@ class Dispatcher:
         queued, sizes = len(self.requests.queued), self.fleet.sequence_sizes(self.limits.block_tokens)
         refused = refusal(ask, self.limits, sizes, queued, self._pace.retry_after_s(queued, now))
         if refused is not None:
-            return [_rejected(request, refused)]
+            return [Order(gateway, tasks.reject(request, refused))]
         block_tokens = self.limits.block_tokens
         useful = (len(ask.prompt) - 1) // block_tokens * block_tokens
         request.digests = tuple(chain(ask.prompt[:useful], block_tokens, self.limits.prefix_key))
@@ -194,6 +196,20 @@ class Dispatcher:
             return self._drop(message)
         return self._reject(request, errors.error_for(message.code, message.message)) + self._advance(now)
 
+    def undelivered(self, name: str, message: Prefill | Decode | Migrate, now: float) -> list[Order]:
+        """An order did not reach whom it was for, who gets no others until he is heard again: try elsewhere."""
+        if name in self.fleet.engines:
+            self.fleet.engines[name].is_silent = True
+        self.fleet.forget_migrator(name)
+        request = self.requests.get(message.request)
+        if request is None or request.attempt != message.attempt:
+            return []
+        if request.stage in (Stage.PREFILLING, Stage.MIGRATING) and name in (request.engine, *request.movers):
+            return self._retry(request, name, "it cannot be reached") + self._advance(now)
+        if request.engine != name:
+            return []
+        return self._reject(request, errors.WorkerLost(f"{name} cannot be reached")) + self._advance(now)
+
     def tick(self, now: float) -> list[Order]:
         """End what is overdue, and wait no longer for owners that do not answer."""
         orders: list[Order] = []
@@ -245,7 +261,11 @@ class Dispatcher:
             for view in self._views(*FIRST_ROLES)
             if view.has_capacity
         ]
-        cached = {view.name: self._num_readable(request, view.name) * self.limits.block_tokens for view in views}
+        cached = {
+            view.name: self.fleet.num_readable(request.digests, view.name, self.requests.coming(view.name))
+            * self.limits.block_tokens
+            for view in views
+        }
         target = choose_prefill(
             views,
             len(request.ask.prompt),
@@ -283,7 +303,7 @@ class Dispatcher:
             return
         decision = self._schedule(request, source)
         if decision is not None and decision.need_migration:
-            request.movers = self._movers(source, decision.target)
+            request.movers = self.fleet.movers(source, decision.target)
             request.holders.update(request.movers)
             request.planned = decision.target
 
@@ -301,10 +321,6 @@ class Dispatcher:
             turn=self._turn,
         )
 
-    def _movers(self, source: Place, target: str) -> tuple[str, str]:
-        there = self.fleet.engines[target].place.node
-        return self.fleet.migrators[source.node].name, self.fleet.migrators[there].name
-
     def _place_decode(self, request: Request) -> list[Order]:
         done, source = request.prefilled, self.fleet.engines.get(request.prefill)
         if done is None or source is None:
@@ -319,7 +335,7 @@ class Dispatcher:
         request.way = way
         if not decision.need_migration:
             return self._adopt(request, decision.target, done.handle)
-        request.movers = self._movers(source.place, decision.target)
+        request.movers = self.fleet.movers(source.place, decision.target)
         request.holders.update(request.movers)
         self.requests.move(request, Stage.MIGRATING, decision.target)
         return [Order(request.movers[0], tasks.migrate(request))]
@@ -328,10 +344,6 @@ class Dispatcher:
         """Have an engine go on with a sequence that it can read."""
         self.requests.move(request, Stage.ADOPTING, target)
         return [Order(target, tasks.decode(request, handle))]
-
-    def _num_readable(self, request: Request, name: str) -> int:
-        under_way = self.requests.under_way.get(name, {}).values()
-        return self.fleet.num_readable(request.digests, name, under_way)
 
     def _views(self, *roles: str) -> list[EngineView]:
         return self.fleet.views(self.requests.assigned, *roles)
@@ -370,7 +382,7 @@ class Dispatcher:
         return self._start(request) if asked and not request.pins else []
 
     def _reject(self, request: Request, error: errors.PDError) -> list[Order]:
-        return [_rejected(request, error), *self._end(request)]
+        return [Order(request.gateway, tasks.reject(request, error)), *self._end(request)]
 
     def _end(self, request: Request) -> list[Order]:
         self.requests.remove(request)
@@ -388,7 +400,3 @@ class Dispatcher:
     def _drop(self, message: Message) -> list[Order]:
         self.dropped[type(message).__name__] += 1
         return []
-
-
-def _rejected(request: Request, error: errors.PDError) -> Order:
-    return Order(request.gateway, Rejected(request.ask.request, error.code, error.message, error.retry_after_s))

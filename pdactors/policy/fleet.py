@@ -19,6 +19,7 @@ class Engine:
     member: Member
     load: Load = field(default_factory=Load)
     device: str = "cpu"
+    is_silent: bool = False  # an order could not be delivered, and nothing was heard since
 
     @property
     def place(self) -> Place:
@@ -38,8 +39,12 @@ class FleetState:
     def lost(self, name: str) -> None:
         """Forget an engine or a migrator."""
         self.engines.pop(name, None)
-        self.migrators = {node: member for node, member in self.migrators.items() if member.name != name}
+        self.forget_migrator(name)
         self.index.forget(name)
+
+    def forget_migrator(self, name: str) -> None:
+        """Have no KV moved by that migrator until it is ready again."""
+        self.migrators = {node: member for node, member in self.migrators.items() if member.name != name}
 
     def knows(self, name: str) -> bool:
         """Whether that is an engine, or a migrator that is ready."""
@@ -49,7 +54,7 @@ class FleetState:
         """Describe the engines of these roles that take work, by what they were assigned."""
         views = []
         for name, engine in self.engines.items():
-            if engine.member.role in roles and engine.member.state == "ready":
+            if engine.member.role in roles and engine.member.state == "ready" and not engine.is_silent:
                 given = assigned.get(name, _NOTHING)
                 room = engine.load.max_sequences
                 views.append(EngineView(name, engine.place, given.num_requests, room, given.num_tokens))
@@ -74,6 +79,11 @@ class FleetState:
         roles = ("decode", "worker")
         blocks = [e.load.max_blocks for e in self.engines.values() if e.member.role in roles and e.load.max_blocks]
         return [count * block_tokens for count in blocks]
+
+    def movers(self, source: Place, target: str) -> tuple[str, str]:
+        """Return the migrators that KV goes through from a place to that engine."""
+        there = self.engines[target].place.node
+        return self.migrators[source.node].name, self.migrators[there].name
 
     def way(self, source: Place, target: Place) -> Way | None:
         """Return how KV gets from one place to the other; None if it cannot."""

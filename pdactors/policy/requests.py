@@ -11,7 +11,7 @@ QUEUED --place--> PREFILLING --prefilled--> WAITING --decode has room--> ADOPTIN
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -142,6 +142,10 @@ class RequestTable(Mapping[str, Request]):
         """Forget a request."""
         del self._requests[request.ask.request]
         self._leave(request)
+
+    def coming(self, engine: str) -> Collection[frozenset[bytes]]:
+        """Return the digests that an engine is computing, by request."""
+        return self.under_way.get(engine, {}).values()
 
     def plan(self, request: Request, engine: str) -> None:
         """Keep a place at a decode engine for a request that is not there yet; "" lets it go."""

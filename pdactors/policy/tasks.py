@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pdactors.errors import InvariantError
-from pdactors.messages import Decode, KVHandle, Migrate, Prefill, Prefilled
+from pdactors.errors import InvariantError, PDError
+from pdactors.messages import Decode, KVHandle, Migrate, Prefill, Prefilled, Rejected
 from pdactors.policy.requests import Request
 
 
@@ -47,6 +47,11 @@ def decode(request: Request, handle: KVHandle) -> Decode:
         path=request.way.path,
         path_reason=request.way.why,
     )
+
+
+def reject(request: Request, error: PDError) -> Rejected:
+    """Tell the gateway why the request ends."""
+    return Rejected(request.ask.request, error.code, error.message, error.retry_after_s)
 
 
 def _done(request: Request) -> Prefilled:
