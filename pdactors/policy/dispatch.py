@@ -198,9 +198,7 @@ class Dispatcher:
 
     def undelivered(self, name: str, message: Prefill | Decode | Migrate, now: float) -> list[Order]:
         """An order did not reach whom it was for, who gets no others until he is heard again: try elsewhere."""
-        if name in self.fleet.engines:
-            self.fleet.engines[name].is_silent = True
-        self.fleet.forget_migrator(name)
+        self.fleet.silent(name)
         request = self.requests.get(message.request)
         if request is None or request.attempt != message.attempt:
             return []
@@ -261,11 +259,7 @@ class Dispatcher:
             for view in self._views(*FIRST_ROLES)
             if view.has_capacity
         ]
-        cached = {
-            view.name: self.fleet.num_readable(request.digests, view.name, self.requests.coming(view.name))
-            * self.limits.block_tokens
-            for view in views
-        }
+        cached = {view.name: self.limits.block_tokens * self._num_readable(request, view.name) for view in views}
         target = choose_prefill(
             views,
             len(request.ask.prompt),
@@ -344,6 +338,9 @@ class Dispatcher:
         """Have an engine go on with a sequence that it can read."""
         self.requests.move(request, Stage.ADOPTING, target)
         return [Order(target, tasks.decode(request, handle))]
+
+    def _num_readable(self, request: Request, name: str) -> int:
+        return self.fleet.num_readable(request.digests, name, self.requests.coming(name))
 
     def _views(self, *roles: str) -> list[EngineView]:
         return self.fleet.views(self.requests.assigned, *roles)

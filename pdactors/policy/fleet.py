@@ -38,12 +38,14 @@ class FleetState:
 
     def lost(self, name: str) -> None:
         """Forget an engine or a migrator."""
+        self.silent(name)
         self.engines.pop(name, None)
-        self.forget_migrator(name)
         self.index.forget(name)
 
-    def forget_migrator(self, name: str) -> None:
-        """Have no KV moved by that migrator until it is ready again."""
+    def silent(self, name: str) -> None:
+        """Have an engine or a migrator do nothing until it is heard again."""
+        if name in self.engines:
+            self.engines[name].is_silent = True
         self.migrators = {node: member for node, member in self.migrators.items() if member.name != name}
 
     def knows(self, name: str) -> bool:
