@@ -75,12 +75,15 @@ class Answer:
         """Whether a token that decode computed has come."""
         return self.num_tokens > 1 or any(index > 0 for index in self._early)
 
+    @property
+    def prompt_use(self) -> tuple[int, int]:
+        """The prompt's tokens, and how many of them were cached."""
+        return self.num_prompt_tokens, self.prefill.cached_tokens if self.prefill else 0
+
     def done(self, finish: FinishReason, now: float) -> DoneEvent:
         """Describe the end."""
-        cached = self.prefill.cached_tokens if self.prefill else 0
-        return DoneEvent(
-            self.id, finish, Usage(self.num_prompt_tokens, self.num_tokens, cached), self._timing(now), self.path
-        )
+        prompt, cached = self.prompt_use
+        return DoneEvent(self.id, finish, Usage(prompt, self.num_tokens, cached), self._timing(now), self.path)
 
     def _emit(self, token: Token, tokenizer: Tokenizer, now: float) -> None:
         assert self._text is not None

@@ -1,4 +1,4 @@
-"""The API's endpoints: completions, chat completions, models, health."""
+"""The API's endpoints: completions, chat completions, models, health, metrics."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from starlette.types import Receive, Scope, Send
 
 from pdactors.actors.http.exchange import Exchange
 from pdactors.actors.http.objects import AnswerWriter, HttpError, error_of
+from pdactors.actors.http.scrape import Scraper
 from pdactors.client_messages import DoneEvent, ErrorEvent, TokenEvent
 from pdactors.errors import Overloaded, PDError, WorkerLost
+from pdactors.observe.metrics import CONTENT_TYPE
 from pdactors.openai_messages import ChatBody, CompletionBody, OpenAIBody, field_of, read_body
 
 if TYPE_CHECKING:
@@ -39,12 +41,14 @@ class Api:
         self._gateway = gateway
         self._created = int(time.time())
         self._num_answers = 0  # under way
+        self._scraper = Scraper(gateway)
         self.app = Starlette(
             routes=[
                 *(Route(path, self._complete, methods=["POST"]) for path in KINDS),
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/v1/models/{model:path}", self._model, methods=["GET"]),
                 Route("/health", self._health, methods=["GET"]),
+                Route("/metrics", self._metrics, methods=["GET"]),
             ],
             exception_handlers={HTTPException: self._no_such, PDError: self._failed, HttpError: self._refused},
         )
@@ -108,6 +112,9 @@ class Api:
         if obstacle:
             raise HttpError(503, obstacle, code="service_unavailable", headers={"retry-after": "1"})
         return _json({"status": "ok"})
+
+    async def _metrics(self, _request: Request) -> Response:
+        return Response(await self._scraper.scrape(), headers={"content-type": CONTENT_TYPE})
 
     # ---- Errors --------
 
