@@ -52,6 +52,7 @@ class Api:
             ],
             exception_handlers={HTTPException: self._no_such, PDError: self._failed, HttpError: self._refused},
         )
+        self.app.router.redirect_slashes = False
 
     # ---- Completions --------
 
