@@ -310,6 +310,7 @@ class Router(Actor):
 
     def _perform(self, orders: list[Order]) -> None:
         for to, message in orders:
+            self.counts["retries"] += isinstance(message, Prefill) and message.attempt > 1
             if not self.tell(to, message) and isinstance(message, Prefill | Decode):
                 lost = Failed(message.request, message.attempt, "worker_lost", f"{to} cannot be reached")
                 self._perform(self.dispatcher.failed(to, lost, self.clock()))

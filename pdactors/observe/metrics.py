@@ -133,6 +133,8 @@ class _Reported:
         )
         yield self._gauge("pdactors:kv_blocks_lacking", "For what waits.", _of_engine(lambda r: r.load.blocks_lacking))
         yield self._gauge("pdactors:leases", "Leases that it gave and that live.", _of_engine(lambda r: len(r.leases)))
+        yield self._counter("pdactors:leases_expired", "Leases that ran out.", _of_engine(_count("leases_expired")))
+        yield self._counter("pdactors:retries", "Prefills given to another engine.", _of_router(_count("retries")))
         yield self._counter("pdactors:dropped_messages", "Late, duplicate or unknown messages.", lambda r: r.dropped)
         yield self._gauges("pdactors:kv_blocks", "KV blocks by state.", "state", _blocks)
         yield self._gauges("pdactors:step_seconds", "Durations of recent steps.", "quantile", _steps)
@@ -175,6 +177,14 @@ class _Reported:
 
 def _of_engine(value: Callable[[Report], float]) -> Value:
     return lambda report: value(report) if report.role in ENGINES else None
+
+
+def _of_router(value: Callable[[Report], float]) -> Value:
+    return lambda report: value(report) if report.role == "router" else None
+
+
+def _count(what: str) -> Callable[[Report], float]:
+    return lambda report: report.counts.get(what, 0)
 
 
 def _running(report: Report) -> float:

@@ -13,7 +13,7 @@ import uvicorn
 
 from pdactors import Cluster
 from pdactors.actors.http import connection as connections
-from pdactors.actors.http.api import MAX_BODY_BYTES
+from pdactors.actors.http.api import MAX_BODY_BYTES, Api
 from pdactors.actors.http.exchange import MAX_UNREAD_EVENTS, Exchange
 from pdactors.actors.http.server import MAX_HEADER_BYTES
 from pdactors.client_messages import DoneEvent, RequestBody, Timing, TokenEvent, Usage
@@ -258,6 +258,23 @@ async def test_a_client_that_reads_again_is_kept(served: Any, until: Any) -> Non
     while connection.flow.write_paused:
         await reader.read(1 << 20)
     assert connection.mind(now + connections.UNREAD_S + 1) == ""
+
+
+async def test_an_error_that_nobody_foresaw_is_answered_in_openais_form() -> None:
+    """The application by itself: a gateway that has nothing it should have."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        raise AssertionError
+
+    scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": [(b"x-request-id", b"a")]}
+    with pytest.raises(AttributeError):  # it goes on to whoever logs it
+        await Api(object()).app(scope, receive, send)  # type: ignore[arg-type]
+    assert sent[0]["status"] == 500
+    assert json.loads(sent[1]["body"])["error"]["code"] == "internal"
 
 
 # ---- Exchanges --------

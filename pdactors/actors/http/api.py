@@ -50,7 +50,12 @@ class Api:
                 Route("/health", self._health, methods=["GET"]),
                 Route("/metrics", self._metrics, methods=["GET"]),
             ],
-            exception_handlers={HTTPException: self._no_such, PDError: self._failed, HttpError: self._refused},
+            exception_handlers={
+                HTTPException: self._no_such,
+                PDError: self._failed,
+                HttpError: self._refused,
+                Exception: self._broke,
+            },
         )
         self.app.router.redirect_slashes = False
 
@@ -139,6 +144,10 @@ class Api:
             "http request refused", id=id, path=request.url.path, status=error.status, reason=str(error)
         )
         return answer(error)
+
+    async def _broke(self, _request: Request, _error: Exception) -> Response:
+        """Answer an error that nobody foresaw; the server logs it."""
+        return answer(HttpError(500, "internal error; the server's log says more", code="internal"))
 
 
 class _Answering:
