@@ -303,13 +303,15 @@ TOKEN = TokenEvent("id", 0, 5, "x")
 DONE = DoneEvent("id", "stop", Usage(1, 1, 0), Timing(0, 0, 0, 0, 0, 0), "none")
 
 
-def exchange(gateway: FakeGateway, count: int) -> Exchange:
-    return Exchange(gateway, [RequestBody(prompt="x")] * count, "id")  # type: ignore[arg-type]
+async def begun(gateway: FakeGateway, count: int) -> Exchange:
+    exchange = Exchange(gateway, [RequestBody(prompt="x")] * count, "id")  # type: ignore[arg-type]
+    await exchange.begin()
+    return exchange
 
 
 async def test_an_exchange_ends_when_all_its_requests_have() -> None:
     gateway = FakeGateway()
-    both = exchange(gateway, 2)
+    both = await begun(gateway, 2)
     gateway.sinks[0](TOKEN)
     gateway.sinks[1](DONE)
     gateway.sinks[0](DONE)
@@ -320,7 +322,7 @@ async def test_an_exchange_ends_when_all_its_requests_have() -> None:
 
 async def test_leaving_cancels_what_has_not_ended() -> None:
     gateway = FakeGateway()
-    three = exchange(gateway, 3)
+    three = await begun(gateway, 3)
     gateway.sinks[1](DONE)
     three.leave()
     three.leave()
@@ -329,9 +331,19 @@ async def test_leaving_cancels_what_has_not_ended() -> None:
     assert gateway.cancelled == ["request-1", "request-3"]
 
 
+async def test_what_is_left_early_is_not_submitted() -> None:
+    gateway = FakeGateway()
+    exchange = Exchange(gateway, [RequestBody(prompt="x")] * 3, "id")  # type: ignore[arg-type]
+    beginning = asyncio.create_task(exchange.begin())
+    await asyncio.sleep(0)
+    exchange.leave()
+    await beginning
+    assert (len(gateway.sinks), gateway.cancelled[:1]) == (1, ["request-1"])
+
+
 async def test_a_client_that_takes_no_events_is_left() -> None:
     gateway = FakeGateway()
-    one = exchange(gateway, 1)
+    one = await begun(gateway, 1)
     for _ in range(MAX_UNREAD_EVENTS):
         gateway.sinks[0](TOKEN)
     assert not one.is_left

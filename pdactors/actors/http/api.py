@@ -167,6 +167,7 @@ class _Answering:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watching = asyncio.create_task(self._watch(receive))
         try:
+            await self._exchange.begin()
             await (self._stream(send) if self._is_stream else self._whole(scope, receive, send))
         finally:
             watching.cancel()
