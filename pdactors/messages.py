@@ -159,6 +159,7 @@ class Report(Struct, frozen=True, omit_defaults=True):
     leases: tuple[LeaseInfo, ...] = ()  # leases that it has given
     faults: tuple[str, ...] = ()  # what its check() found wrong
     dropped: int = 0  # late, duplicate, unknown messages
+    counts: dict[str, int] = {}  # what else it counts: "retries", "leases_expired"
 
 
 class TopLogprob(Struct, frozen=True, array_like=True):

@@ -65,6 +65,7 @@ class Actor:
         self.state: State = "starting"
         self.fleet = Fleet(spec.config.cluster.mode, ())
         self.dropped: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self.listener: Listener | None = None
         self._transport = transport
         self._handlers: dict[type[Message], tuple[Handler, frozenset[Role]]] = {}
@@ -114,6 +115,7 @@ class Actor:
             incarnation=spec.incarnation,
             load=self.load(),
             dropped=self.dropped.total(),
+            counts=dict(self.counts),
         )
 
     # ---- Talking --------

@@ -74,12 +74,16 @@ class Answer:
         """Whether a token that decode computed has come."""
         return self.num_tokens > 1 or any(index > 0 for index in self._early)
 
+    @property
+    def prompt_use(self) -> tuple[int, int]:
+        """The prompt's tokens, and how many of them were cached."""
+        return self.num_prompt_tokens, self.prefill.cached_tokens if self.prefill else 0
+
     def done(self, finish: FinishReason, now: float) -> DoneEvent:
         """Describe the end."""
-        cached = self.prefill.cached_tokens if self.prefill else 0
-        usage = Usage(self.num_prompt_tokens, self.num_tokens, cached)
+        prompt, cached = self.prompt_use
         how = (self.decode.path, self.decode.path_reason, self.decode.codec) if self.decode else ("none",)
-        return DoneEvent(self.id, finish, usage, self._timing(now), *how)
+        return DoneEvent(self.id, finish, Usage(prompt, self.num_tokens, cached), self._timing(now), *how)
 
     def _emit(self, token: Token, tokenizer: Tokenizer, now: float) -> None:
         assert self._text is not None

@@ -320,6 +320,7 @@ class EngineActor(Actor):
             self._wake.set()
             self.lease_ended(ended.request, ended.attempt)
             if ended.expired:
+                self.counts["leases_expired"] += 1
                 self.log.warning("lease expired", request=ended.request, attempt=ended.attempt)
         if new := self.extents.unmapped():
             self.spawn(self.extents.map_ahead(new))

@@ -55,6 +55,7 @@ from pdactors.transport import Transport
 
 if TYPE_CHECKING:
     from pdactors.actors.http.server import HttpServer
+    from pdactors.observe.metrics import Metrics
 
 LONG_TEXT = 20_000  # characters that are tokenised aside, so that the loop goes on
 ROUTER_GRACE_S = 5.0  # what the router gets beyond a request's own limit to say that it is over
@@ -77,6 +78,7 @@ class Gateway(Actor):
         self._lines = LineServer(self)
         self._clients = ClientServer(self, transport)
         self._http: HttpServer | None = None
+        self.metrics: Metrics | None = None  # nobody could read them without HTTP
         self.accept(Tokens, self._on_tokens, "prefill", "decode", "worker")
         self.accept(Rejected, self._on_rejected, "router")
         self.accept(Surveyed, self._on_answer, "router")
@@ -96,7 +98,9 @@ class Gateway(Actor):
             self._clients.start(self.spec.config.listen.zmq, self.spec.fds.zmq)
         if self.spec.fds.http >= 0:
             from pdactors.actors.http.server import HttpServer  # a fifth of a second that only its users pay
+            from pdactors.observe.metrics import Metrics
 
+            self.metrics = Metrics(self.spec.model.name, self.spec.name, self.spec.node)
             self._http = HttpServer(self)
             await self._http.start(self.spec.fds.http)
         self.every(1.0, self._sweep)
@@ -183,17 +187,20 @@ class Gateway(Actor):
         Raises:
             RequestTimeout: the router does not answer.
         """
-        found = await self._question(Inspect)
-        assert isinstance(found, Surveyed)
+        found = await self.survey()
         if what == "leaks":
             leaks = accounts.leaks(found)
             if not accounts.is_clean(leaks):
                 await asyncio.sleep(LOOK_AGAIN_S)
-                again = await self._question(Inspect)
-                assert isinstance(again, Surveyed)
-                leaks = accounts.lasting(leaks, accounts.leaks(again))
+                leaks = accounts.lasting(leaks, accounts.leaks(await self.survey()))
             return leaks
         return accounts.status(self.spec.run_id, self.spec.config.cluster.mode, self.spec.model.name, found)
+
+    async def survey(self, timeout_s: float = ASK_TIMEOUT_S) -> Surveyed:
+        """Have every actor report; raises RequestTimeout where the router does not answer."""
+        found = await self._question(Inspect, timeout_s)
+        assert isinstance(found, Surveyed)
+        return found
 
     async def drain(self, actor: str) -> dict[str, Any]:
         """Have an engine drained; raises BadRequest where it cannot be, and what `ask` raises."""
@@ -203,18 +210,18 @@ class Gateway(Actor):
         """Have engines started or drained; raises what `drain` raises."""
         return self._outcome(await self._question(lambda query: Scale(query, node, role, count)))
 
-    async def _question(self, make: Callable[[int], Message]) -> Surveyed | Answered:
-        """Ask the router, and wait for its answer at most `ASK_TIMEOUT_S`."""
+    async def _question(self, make: Callable[[int], Message], timeout_s: float = ASK_TIMEOUT_S) -> Surveyed | Answered:
+        """Ask the router, and wait for its answer at most `timeout_s`."""
         self._num_questions += 1
         question = self._num_questions
         future: asyncio.Future[Surveyed | Answered] = asyncio.get_running_loop().create_future()
         self._questions[question] = future
         self.tell(ROUTER, make(question))
         try:
-            async with asyncio.timeout(ASK_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 return await future
         except TimeoutError:
-            raise RequestTimeout(f"the router did not answer within {ASK_TIMEOUT_S:.0f} s") from None
+            raise RequestTimeout(f"the router did not answer within {timeout_s:.0f} s") from None
         finally:
             del self._questions[question]
 
@@ -306,8 +313,12 @@ class Gateway(Actor):
 
     def _take(self, answer: Answer, token: Token, now: float) -> None:
         assert self.tokenizer is not None
+        num_tokens, last_s = answer.num_tokens, answer.last_s
         if not answer.take(token, self.tokenizer, now):
             return self.drop("late token", request=token.request, index=token.index)
+        if self.metrics is not None:
+            num_new = answer.num_tokens - num_tokens
+            self.metrics.tokens(num_new, now - (last_s or answer.arrived_s), None if last_s else answer.prompt_use)
         if answer.finish is not None:
             if token.finish is None:  # a stop string: the engine does not know yet
                 self.tell(ROUTER, Cancel(token.request))
@@ -333,6 +344,8 @@ class Gateway(Actor):
         if self.answers.pop(answer.request, None) is None:
             return
         done = answer.done(finish, self.clock())
+        if self.metrics is not None:
+            self.metrics.ended(done)
         self.log.info(
             "request done",
             request=answer.request,
@@ -349,6 +362,8 @@ class Gateway(Actor):
     def _fail(self, answer: Answer, error: PDError) -> None:
         if self.answers.pop(answer.request, None) is None:
             return
+        if self.metrics is not None:
+            self.metrics.failed(error.code)
         self.log.info("request failed", request=answer.request, id=answer.id, code=error.code, reason=error.message)
         answer.sink(ErrorEvent.of(answer.id, error))
 

@@ -361,6 +361,7 @@ class Router(Actor):
 
     def _perform(self, orders: list[Order]) -> None:
         for to, message in orders:
+            self.counts["retries"] += isinstance(message, Prefill) and message.attempt > 1
             if not self.tell(to, message) and isinstance(message, Prefill | Decode | Migrate):
                 self._perform(self.dispatcher.undelivered(to, message, self.clock()))
         if self._is_draining and not self.dispatcher.requests:

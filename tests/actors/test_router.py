@@ -193,6 +193,7 @@ async def test_the_exit_of_a_prefill_costs_an_attempt(cluster_of):
         assert (order.request, order.attempt) == ("r", 2)
         cluster["p2"].send(prefilled(attempt=2))
         assert (await cluster["d"].expect(Decode)).attempt == 2
+        assert cluster.router.report().counts == {"retries": 1}
         assert not cluster["gateway"].of(Rejected)
 
 

@@ -327,6 +327,7 @@ def taken() -> Iterator[int]:
 
 BAD_STARTS: list[tuple[str, dict[str, object], list[str]]] = [
     ("tcp port in use", {"listen.tcp": "127.0.0.1:{taken}"}, ["listen.tcp", "{taken}", "in use"]),
+    ("http port in use", {"listen.http": "127.0.0.1:{taken}"}, ["listen.http", "{taken}", "in use"]),
     ("zmq port in use", {"listen.zmq": "tcp://127.0.0.1:{taken}"}, ["listen.zmq", "{taken}", "in use"]),
     ("control port in use", {"router.control": "tcp://127.0.0.1:{taken}"}, ["router.control", "{taken}", "in use"]),
     ("not our address", {"listen.tcp": "192.0.2.1:0", "security.token": "x"}, ["listen.tcp", "192.0.2.1"]),

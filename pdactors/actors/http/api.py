@@ -1,4 +1,4 @@
-"""The API's endpoints: completions, chat completions, models, health."""
+"""The API's endpoints: completions, chat completions, models, health, metrics."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from starlette.types import Receive, Scope, Send
 
 from pdactors.actors.http.exchange import Exchange
 from pdactors.actors.http.objects import AnswerWriter, HttpError, error_of
+from pdactors.actors.http.scrape import Scraper
 from pdactors.client_messages import DoneEvent, ErrorEvent, TokenEvent
 from pdactors.errors import Overloaded, PDError, WorkerLost
+from pdactors.observe.metrics import CONTENT_TYPE
 from pdactors.openai_messages import ChatBody, CompletionBody, OpenAIBody, field_of, read_body
 
 if TYPE_CHECKING:
@@ -39,15 +41,23 @@ class Api:
         self._gateway = gateway
         self._created = int(time.time())
         self._num_answers = 0  # under way
+        self._scraper = Scraper(gateway)
         self.app = Starlette(
             routes=[
                 *(Route(path, self._complete, methods=["POST"]) for path in KINDS),
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/v1/models/{model:path}", self._model, methods=["GET"]),
                 Route("/health", self._health, methods=["GET"]),
+                Route("/metrics", self._metrics, methods=["GET"]),
             ],
-            exception_handlers={HTTPException: self._no_such, PDError: self._failed, HttpError: self._refused},
+            exception_handlers={
+                HTTPException: self._no_such,
+                PDError: self._failed,
+                HttpError: self._refused,
+                Exception: self._broke,
+            },
         )
+        self.app.router.redirect_slashes = False
 
     # ---- Completions --------
 
@@ -109,6 +119,9 @@ class Api:
             raise HttpError(503, obstacle, code="service_unavailable", headers={"retry-after": "1"})
         return _json({"status": "ok"})
 
+    async def _metrics(self, _request: Request) -> Response:
+        return Response(await self._scraper.scrape(), headers={"content-type": CONTENT_TYPE})
+
     # ---- Errors --------
 
     async def _no_such(self, _request: Request, error: Exception) -> Response:
@@ -132,6 +145,10 @@ class Api:
         )
         return answer(error)
 
+    async def _broke(self, _request: Request, _error: Exception) -> Response:
+        """Answer an error that nobody foresaw; the server logs it."""
+        return answer(HttpError(500, "internal error; the server's log says more", code="internal"))
+
 
 class _Answering:
     """The answer to one request for completions: an ASGI application of its own, so that it sees its client leave.
@@ -150,6 +167,7 @@ class _Answering:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watching = asyncio.create_task(self._watch(receive))
         try:
+            await self._exchange.begin()
             await (self._stream(send) if self._is_stream else self._whole(scope, receive, send))
         finally:
             watching.cancel()

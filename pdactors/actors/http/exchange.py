@@ -20,14 +20,22 @@ class Exchange:
 
     def __init__(self, gateway: Gateway, bodies: Sequence[RequestBody], id: str) -> None:
         self._gateway = gateway
+        self._bodies = bodies
+        self._id = id
         self._events: list[tuple[int, AnyEvent]] = []
         self._requests: dict[int, str] = dict.fromkeys(range(len(bodies)), "")
         self._changed = asyncio.Event()
         self.is_left = False
-        for index, body in enumerate(bodies):
-            request = gateway.submit(body, id, partial(self._take, index))
+
+    async def begin(self) -> None:
+        """Submit the requests. Others get their turn in between: each prompt may take a while to tokenise."""
+        for index, body in enumerate(self._bodies):
+            if self.is_left:
+                return
+            request = self._gateway.submit(body, self._id, partial(self._take, index))
             if index in self._requests:
                 self._requests[index] = request
+            await asyncio.sleep(0)
 
     async def batches(self) -> AsyncIterator[list[tuple[int, AnyEvent]]]:
         """Yield events with the index of their request, as they come, until all have ended or the exchange is left."""
