@@ -7,9 +7,10 @@ hold on both nodes. What has arrived stays in the prefix cache here: a second re
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar, get_args
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from pdactors.actors.actor import ROUTER
 from pdactors.actors.extent_keeper import ExtentKeeper
 from pdactors.actors.inbound import Inbound
 from pdactors.actors.outbound import Outbound
-from pdactors.errors import ConnectionLost, Overloaded, PDError
+from pdactors.errors import Overloaded, PDError
 from pdactors.kv.blocks import BlockPool
 from pdactors.kv.codec import CodecName, decode, encode, encoded_bytes, prepare
 from pdactors.kv.loans import Loans
@@ -47,6 +48,17 @@ CODECS: tuple[CodecName, ...] = get_args(CodecName)
 COST_BLOCKS = 16  # that codecs are measured with
 
 
+class _Peer(NamedTuple):
+    member: Member
+    address: bytes
+    epoch: int
+
+    @property
+    def end(self) -> tuple[int, bytes, int]:
+        """What makes it a connection's end: another process, port or epoch is another one."""
+        return self.member.incarnation, self.address, self.epoch
+
+
 class Mover:
     """The part of a migrator that moves KV. `actor` is whom it speaks through."""
 
@@ -72,8 +84,8 @@ class Mover:
         self.inbound = Inbound(self)
         self.num_bytes = 0
         self.num_moved = 0
-        self._peers: dict[str, Member] = {}  # migrators whose data ports are connected
-        self._addresses: dict[str, bytes] = {}
+        self._peers: dict[str, _Peer] = {}  # migrators whose data ports are connected
+        self._epochs: Counter[str] = Counter()  # how often we made a new connection to each
         self._liveness = Liveness(spec.config.router.dead_after_ms / 1000)
         self._costs: dict[CodecName, CodecCost] = {}
         self._thread = ThreadPoolExecutor(1, "codec")
@@ -92,7 +104,7 @@ class Mover:
         await self.in_thread(self._prepare_codecs)
         self.extents.take_over()
         self.loans.take_over()
-        self._connect(self.actor.me(), self.port.address)
+        self._connect(_Peer(self.actor.me(), self.port.address, 0))
 
     def close(self) -> None:
         """Let go of the port."""
@@ -236,20 +248,20 @@ class Mover:
 
     def offer_port(self, name: str) -> None:
         """Tell another migrator where KV for us is sent."""
-        self.tell(name, DataPort(self.port_name, self.port.address))
+        seen = self._peers[name].epoch if name in self._peers else 0
+        self.tell(name, DataPort(self.port_name, self.port.address, self._epochs[name], seen))
 
     def port_offered(self, sender: Member, message: DataPort) -> None:
-        """Connect to another migrator's port; the same one again is no news."""
-        known = self._peers.get(sender.name)
-        is_same = known is not None and known.incarnation == sender.incarnation
-        if is_same and self._addresses[sender.name] == message.address:
-            return
+        """Connect to another migrator's port; the same end again is no news."""
         if message.transport != self.port_name:
             self.log.error("data transports differ", peer=sender.name, theirs=message.transport, ours=self.port_name)
             return
-        self.forget(sender.name, "it has a new data port")
-        self._connect(sender, message.address)
-        self.offer_port(sender.name)
+        peer, known = _Peer(sender, message.address, message.epoch), self._peers.get(sender.name)
+        if known is None or known.end != peer.end:
+            self.forget(sender.name, "it made a new connection")
+            self._connect(peer)
+        if message.seen != self._epochs[sender.name]:
+            self.offer_port(sender.name)
 
     def alive(self, sender: Member) -> None:
         """A peer gave a sign of life."""
@@ -264,16 +276,18 @@ class Mover:
     def fleet_changed(self, fleet: Fleet) -> None:
         """Forget peers that are gone."""
         alive = {member.name: member.incarnation for member in fleet.members}
-        for name, member in list(self._peers.items()):
-            if name != self.spec.name and alive.get(name) != member.incarnation:
+        for name, peer in list(self._peers.items()):
+            if name != self.spec.name and alive.get(name) != peer.member.incarnation:
                 self.forget(name, "it is gone")
 
     def reconnect(self, name: str, reason: str) -> None:
-        """Drop a connection that is of no use any more, and what is under way on it; then connect afresh."""
-        member, address = self._peers.get(name), self._addresses.get(name, b"")
+        """Drop a connection that is of no use any more, and what is under way on it; then both ends connect afresh."""
+        peer = self._peers.get(name)
         self.forget(name, reason)
-        if member is not None:
-            self._connect(member, address)
+        if peer is not None:
+            self._epochs[name] += 1
+            self._connect(peer)
+            self.offer_port(name)
 
     def forget(self, name: str, reason: str) -> None:
         """Let go of a peer, its connection, and what is under way with it."""
@@ -285,20 +299,13 @@ class Mover:
         self.outbound.peer_lost(name, reason)
         self.inbound.peer_lost(name)
 
-    def _connect(self, member: Member, address: bytes) -> None:
+    def _connect(self, peer: _Peer) -> None:
+        name = peer.member.name
         try:
-            self.port.connect(member.name, address, self._on_lost)
+            self.port.connect(name, peer.address, lambda name, error: self.reconnect(name, error.message))
         except PDError as error:
-            self.log.error("data port unreachable", peer=member.name, reason=error.message)
+            self.log.error("data port unreachable", peer=name, reason=error.message)
             return
-        self._peers[member.name] = member
-        self._addresses[member.name] = address
-        if member.name != self.spec.name:
-            self._liveness.heard(member.name, self.clock())
-
-    def _on_lost(self, name: str, error: PDError) -> None:
-        """The connection failed by itself; a peer that lives on says so by its sign of life, and is connected again."""
-        member, address = self._peers.get(name), self._addresses.get(name, b"")
-        self.forget(name, error.message)
-        if member is not None and isinstance(error, ConnectionLost):
-            self._connect(member, address)
+        self._peers[name] = peer
+        if name != self.spec.name:
+            self._liveness.heard(name, self.clock())
