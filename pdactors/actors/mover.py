@@ -307,5 +307,6 @@ class Mover:
             self.log.error("data port unreachable", peer=name, reason=error.message)
             return
         self._peers[name] = peer
+        self.outbound.reached(name)
         if name != self.spec.name:
             self._liveness.heard(name, self.clock())

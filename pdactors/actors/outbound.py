@@ -42,6 +42,7 @@ from pdactors.policy.transfer import Key, LinkRate, Transfer, TransferQueue, run
 if TYPE_CHECKING:
     from pdactors.actors.mover import Mover
 
+REACH_S = 2.0  # that a migration waits for the connection to its destination
 MAX_TRIES = 4  # of one transfer
 HEADER, PAYLOAD = 0, 1  # a transfer's two tags, after the granted one
 
@@ -75,6 +76,7 @@ class Outbound:
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
         self._leaving: dict[Key, Leaving] = {}
+        self._unreachable: dict[Key, tuple[Migrate, float]] = {}  # wait for their connection, until when
         self._ending: set[Leaving] = set()  # over, but some of it is still being read
         self.queue = TransferQueue()
         self.rates: dict[str, LinkRate] = defaultdict(LinkRate)
@@ -83,7 +85,7 @@ class Outbound:
     @property
     def keys(self) -> tuple[Key, ...]:
         """The migrations under way."""
-        return (*self._leaving, *(leaving.key for leaving in self._ending))
+        return (*self._leaving, *self._unreachable, *(leaving.key for leaving in self._ending))
 
     # ---- A migration --------
 
@@ -113,7 +115,8 @@ class Outbound:
         if handle.layout != layout:
             return self._strand(key, f"KV layout: the handle's is {handle.layout}, ours is {layout}")
         if not self._mover.can_reach(message.target):
-            return self._strand(key, f"{message.target} cannot be reached")
+            self._unreachable[key] = message, self._mover.clock() + REACH_S
+            return None
         if leaving is None:
             leaving = self._begin(
                 key, message.target, handle.num_tokens, message.priority, message.deadline_s, message.digests
@@ -295,8 +298,16 @@ class Outbound:
             self._strand(leaving.key, message.reason)
             self.pump(sender.name)
 
+    def reached(self, target: str) -> None:
+        """There is a connection now."""
+        for key, (message, _) in list(self._unreachable.items()):
+            if message.target == target:
+                del self._unreachable[key]
+                self.migrate(message)
+
     def release(self, message: Release) -> None:
         """The request is over: send nothing more of it."""
+        self._unreachable.pop((message.request, message.attempt), None)
         leaving = self._leaving.get((message.request, message.attempt))
         if leaving is not None:
             self._end(leaving)
@@ -316,6 +327,10 @@ class Outbound:
         """Send nothing more of what is overdue; the router ends the request."""
         for key in self.queue.overdue(now):
             self._fail(self._leaving[key], "its deadline has passed")
+        for key, (message, until_s) in list(self._unreachable.items()):
+            if now > until_s:
+                del self._unreachable[key]
+                self._strand(key, f"{message.target} cannot be reached")
 
     def _finish_if_done(self, leaving: Leaving) -> None:
         if leaving.is_complete and leaving.num_ready is not None and self.queue.is_idle(leaving.key):
