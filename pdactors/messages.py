@@ -570,10 +570,14 @@ class Announce(Message, frozen=True):
 
 
 class DataPort(Message, frozen=True):
-    """Where KV for this migrator is sent, in the words of its data transport."""
+    """Where KV for this migrator is sent, in the words of its data transport.
+
+    `connection` counts the connections that it had to you: at another one than you know, drop yours and connect anew.
+    """
 
     transport: str
     address: bytes
+    connection: int = 0
 
 
 class Offer(Message, frozen=True):

@@ -7,6 +7,7 @@ hold on both nodes. What has arrived stays in the prefix cache here: a second re
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
@@ -18,7 +19,7 @@ from pdactors.actors.actor import ROUTER
 from pdactors.actors.extent_keeper import ExtentKeeper
 from pdactors.actors.inbound import Inbound
 from pdactors.actors.outbound import Outbound
-from pdactors.errors import ConnectionLost, Overloaded, PDError
+from pdactors.errors import Overloaded, PDError
 from pdactors.kv.blocks import BlockPool
 from pdactors.kv.loans import Loans
 from pdactors.messages import (
@@ -68,7 +69,8 @@ class Mover:
         self.num_bytes = 0
         self.num_moved = 0
         self._peers: dict[str, Member] = {}  # migrators whose data ports are connected
-        self._addresses: dict[str, bytes] = {}
+        self._known: dict[str, DataPort] = {}  # what they told of them
+        self._num_dropped: Counter[str] = Counter()  # connections to each
         self._liveness = Liveness(spec.config.router.dead_after_ms / 1000)
         self._thread = ThreadPoolExecutor(1, "codec")
 
@@ -81,11 +83,10 @@ class Mover:
             ConfigError: the transport cannot be had here.
         """
         node = self.spec.config.node_named(self.spec.node)
-        node = self.spec.config.node_named(self.spec.node)
         self.port = open_port(self.port_name, host=self.spec.host, device=node.ucx_device, ports=node.ucx_ports)
         self.extents.take_over()
         self.loans.take_over()
-        self._connect(self.actor.me(), self.port.address)
+        self._connect(self.actor.me(), DataPort(self.port_name, self.port.address))
 
     def close(self) -> None:
         """Let go of the port."""
@@ -195,19 +196,21 @@ class Mover:
 
     def offer_port(self, name: str) -> None:
         """Tell another migrator where KV for us is sent."""
-        self.tell(name, DataPort(self.port_name, self.port.address))
+        self.tell(name, DataPort(self.port_name, self.port.address, self._num_dropped[name]))
 
     def port_offered(self, sender: Member, message: DataPort) -> None:
-        """Connect to another migrator's port; the same one again is no news."""
+        """Connect to another migrator's port; the same connection again is no news.
+
+        One that the peer has dropped is of no use to us either: what is under way on it would never end.
+        """
         known = self._peers.get(sender.name)
-        is_same = known is not None and known.incarnation == sender.incarnation
-        if is_same and self._addresses[sender.name] == message.address:
+        if known is not None and known.incarnation == sender.incarnation and self._known[sender.name] == message:
             return
         if message.transport != self.port_name:
             self.log.error("data transports differ", peer=sender.name, theirs=message.transport, ours=self.port_name)
             return
-        self.forget(sender.name, "it has a new data port")
-        self._connect(sender, message.address)
+        self.forget(sender.name, "it has a new data port, or connects anew")
+        self._connect(sender, message)
         self.offer_port(sender.name)
 
     def alive(self, sender: Member) -> None:
@@ -228,36 +231,32 @@ class Mover:
                 self.forget(name, "it is gone")
 
     def reconnect(self, name: str, reason: str) -> None:
-        """Drop a connection that is of no use any more, and what is under way on it; then connect afresh."""
-        member, address = self._peers.get(name), self._addresses.get(name, b"")
+        """Drop a connection that is of no use any more, and what is under way on it; the peer's answer makes a new one."""
         self.forget(name, reason)
-        if member is not None:
-            self._connect(member, address)
+        self.offer_port(name)
 
     def forget(self, name: str, reason: str) -> None:
         """Let go of a peer, its connection, and what is under way with it."""
         if self._peers.pop(name, None) is None:
             return
         self.log.info("data connection dropped", peer=name, reason=reason)
+        self._num_dropped[name] += 1
         self._liveness.forget(name)
         self.port.disconnect(name)
         self.outbound.peer_lost(name, reason)
         self.inbound.peer_lost(name)
 
-    def _connect(self, member: Member, address: bytes) -> None:
+    def _connect(self, member: Member, known: DataPort) -> None:
         try:
-            self.port.connect(member.name, address, self._on_lost)
+            self.port.connect(member.name, known.address, self._on_lost)
         except PDError as error:
             self.log.error("data port unreachable", peer=member.name, reason=error.message)
+            self._num_dropped[member.name] += 1
             return
         self._peers[member.name] = member
-        self._addresses[member.name] = address
+        self._known[member.name] = known
         if member.name != self.spec.name:
             self._liveness.heard(member.name, self.clock())
 
     def _on_lost(self, name: str, error: PDError) -> None:
-        """The connection failed by itself; a peer that lives on says so by its sign of life, and is connected again."""
-        member, address = self._peers.get(name), self._addresses.get(name, b"")
-        self.forget(name, error.message)
-        if member is not None and isinstance(error, ConnectionLost):
-            self._connect(member, address)
+        self.reconnect(name, error.message)
