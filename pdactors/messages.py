@@ -578,14 +578,12 @@ class Announce(Message, frozen=True):
 class DataPort(Message, frozen=True):
     """Where KV for this migrator is sent, in the words of its data transport.
 
-    A higher `epoch` means that the sender has dropped its end of the connection and made a new one: the other end does
-    the same, since no transport tells it. `seen` is the receiver's epoch as far as the sender knows.
+    `connection` counts the connections that it had to you: at another one than you know, drop yours and connect anew.
     """
 
     transport: str
     address: bytes
-    epoch: int = 0
-    seen: int = 0
+    connection: int = 0
 
 
 class Offer(Message, frozen=True):

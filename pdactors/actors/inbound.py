@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -82,8 +83,11 @@ class Inbound:
     @property
     def keys(self) -> tuple[Key, ...]:
         """The migrations under way."""
-        waiting = ((offer.request, offer.attempt) for _, offer in self._offers)
-        return (*self._coming, *waiting, *(landing.coming.key for landing in self._landing))
+        return (*self._coming, *self._waiting, *(landing.coming.key for landing in self._landing))
+
+    @property
+    def _waiting(self) -> Iterator[Key]:
+        return ((offer.request, offer.attempt) for _, offer in self._offers)
 
     @property
     def blocks_lacking(self) -> int:
@@ -109,11 +113,11 @@ class Inbound:
             reason = f"KV layout: theirs is {offer.layout}, ours is {spec.layout.fingerprint}"
         elif not 1 <= offer.num_tokens <= spec.model.max_model_len:
             reason = f"{offer.num_tokens} tokens; model.max_model_len is {spec.model.max_model_len}"
-        elif len(offer.digests) > num_blocks:
+        elif len(offer.digests) >= num_blocks:  # the last block is never one that others have
             reason = f"{len(offer.digests)} digests of {num_blocks} blocks"
         if reason:
             self._mover.tell(sender.name, Abandon(offer.request, offer.attempt, reason))
-        elif (offer.request, offer.attempt) not in self.keys:
+        elif (offer.request, offer.attempt) not in (*self._coming, *self._waiting):
             self._offers.append((sender, offer))
             self._offers = deque(sorted(self._offers, key=lambda waiting: waiting[1].priority != "interactive"))
             self.serve()
@@ -270,8 +274,9 @@ class Inbound:
 
     def abandoned(self, sender: Member, message: Abandon) -> None:
         """The source does not go on."""
-        self._offers = deque((s, o) for s, o in self._offers if s.name != sender.name or o.request != message.request)
-        coming = self._coming.get((message.request, message.attempt))
+        key = message.request, message.attempt
+        self._offers = deque((s, o) for s, o in self._offers if s.name != sender.name or (o.request, o.attempt) != key)
+        coming = self._coming.get(key)
         if coming is not None and coming.source.name == sender.name:
             self._end(coming)
             self.serve()

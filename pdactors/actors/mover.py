@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,17 +48,6 @@ CODECS: tuple[CodecName, ...] = get_args(CodecName)
 COST_BLOCKS = 16  # that codecs are measured with
 
 
-class _Peer(NamedTuple):
-    member: Member
-    address: bytes
-    epoch: int
-
-    @property
-    def end(self) -> tuple[int, bytes, int]:
-        """What makes it a connection's end: another process, port or epoch is another one."""
-        return self.member.incarnation, self.address, self.epoch
-
-
 class Mover:
     """The part of a migrator that moves KV. `actor` is whom it speaks through."""
 
@@ -84,8 +73,9 @@ class Mover:
         self.inbound = Inbound(self)
         self.num_bytes = 0
         self.num_moved = 0
-        self._peers: dict[str, _Peer] = {}  # migrators whose data ports are connected
-        self._epochs: Counter[str] = Counter()  # how often we made a new connection to each
+        self._peers: dict[str, Member] = {}  # migrators whose data ports are connected
+        self._known: dict[str, DataPort] = {}  # what they told of them
+        self._num_dropped: Counter[str] = Counter()  # connections to each
         self._liveness = Liveness(spec.config.router.dead_after_ms / 1000)
         self._costs: dict[CodecName, CodecCost] = {}
         self._thread = ThreadPoolExecutor(1, "codec")
@@ -99,12 +89,11 @@ class Mover:
             ConfigError: the transport cannot be had here.
         """
         node = self.spec.config.node_named(self.spec.node)
-        node = self.spec.config.node_named(self.spec.node)
         self.port = open_port(self.port_name, host=self.spec.host, device=node.ucx_device, ports=node.ucx_ports)
         await self.in_thread(self._prepare_codecs)
         self.extents.take_over()
         self.loans.take_over()
-        self._connect(_Peer(self.actor.me(), self.port.address, 0))
+        self._connect(self.actor.me(), DataPort(self.port_name, self.port.address))
 
     def close(self) -> None:
         """Let go of the port."""
@@ -248,20 +237,22 @@ class Mover:
 
     def offer_port(self, name: str) -> None:
         """Tell another migrator where KV for us is sent."""
-        seen = self._peers[name].epoch if name in self._peers else 0
-        self.tell(name, DataPort(self.port_name, self.port.address, self._epochs[name], seen))
+        self.tell(name, DataPort(self.port_name, self.port.address, self._num_dropped[name]))
 
     def port_offered(self, sender: Member, message: DataPort) -> None:
-        """Connect to another migrator's port; the same end again is no news."""
+        """Connect to another migrator's port; the same connection again is no news.
+
+        One that the peer has dropped is of no use to us either: what is under way on it would never end.
+        """
+        known = self._peers.get(sender.name)
+        if known is not None and known.incarnation == sender.incarnation and self._known[sender.name] == message:
+            return
         if message.transport != self.port_name:
             self.log.error("data transports differ", peer=sender.name, theirs=message.transport, ours=self.port_name)
             return
-        peer, known = _Peer(sender, message.address, message.epoch), self._peers.get(sender.name)
-        if known is None or known.end != peer.end:
-            self.forget(sender.name, "it made a new connection")
-            self._connect(peer)
-        if message.seen != self._epochs[sender.name]:
-            self.offer_port(sender.name)
+        self.forget(sender.name, "it has a new data port, or connects anew")
+        self._connect(sender, message)
+        self.offer_port(sender.name)
 
     def alive(self, sender: Member) -> None:
         """A peer gave a sign of life."""
@@ -281,32 +272,33 @@ class Mover:
                 self.forget(name, "it is gone")
 
     def reconnect(self, name: str, reason: str) -> None:
-        """Drop a connection that is of no use any more, and what is under way on it; then both ends connect afresh."""
-        peer = self._peers.get(name)
+        """Drop a connection that is of no use any more, and what is under way on it; the peer's answer makes a new one."""
         self.forget(name, reason)
-        if peer is not None:
-            self._epochs[name] += 1
-            self._connect(peer)
-            self.offer_port(name)
+        self.offer_port(name)
 
     def forget(self, name: str, reason: str) -> None:
         """Let go of a peer, its connection, and what is under way with it."""
         if self._peers.pop(name, None) is None:
             return
         self.log.info("data connection dropped", peer=name, reason=reason)
+        self._num_dropped[name] += 1
         self._liveness.forget(name)
         self.port.disconnect(name)
         self.outbound.peer_lost(name, reason)
         self.inbound.peer_lost(name)
 
-    def _connect(self, peer: _Peer) -> None:
-        name = peer.member.name
+    def _connect(self, member: Member, known: DataPort) -> None:
         try:
-            self.port.connect(name, peer.address, lambda name, error: self.reconnect(name, error.message))
+            self.port.connect(member.name, known.address, self._on_lost)
         except PDError as error:
-            self.log.error("data port unreachable", peer=name, reason=error.message)
+            self.log.error("data port unreachable", peer=member.name, reason=error.message)
+            self._num_dropped[member.name] += 1
             return
-        self._peers[name] = peer
-        self.outbound.reached(name)
-        if name != self.spec.name:
-            self._liveness.heard(name, self.clock())
+        self._peers[member.name] = member
+        self._known[member.name] = known
+        self.outbound.reached(member.name)
+        if member.name != self.spec.name:
+            self._liveness.heard(member.name, self.clock())
+
+    def _on_lost(self, name: str, error: PDError) -> None:
+        self.reconnect(name, error.message)

@@ -212,6 +212,8 @@ class Outbound:
         mover = self._mover
         blocks = [leaving.blocks[i] for i in range(transfer.start, transfer.start + transfer.num_blocks)]
         parts, checksum = await mover.in_thread(self._prepare, blocks, leaving.codec)
+        if not leaving.is_over and not self._is_intact(leaving):  # what the checksum was made of may be another's
+            self._fail(leaving, "the KV was taken back")
         header = Header(
             grant.secret,
             mover.spec.layout.fingerprint,
@@ -296,7 +298,6 @@ class Outbound:
         if leaving is not None:
             self._end(leaving)
             self._strand(leaving.key, message.reason)
-            self.pump(sender.name)
 
     def reached(self, target: str) -> None:
         """There is a connection now."""
@@ -311,7 +312,6 @@ class Outbound:
         leaving = self._leaving.get((message.request, message.attempt))
         if leaving is not None:
             self._end(leaving)
-            self.pump(leaving.target)
 
     def peer_lost(self, peer: str, reason: str) -> None:
         """Nothing that was on its way to that peer arrives any more."""
@@ -337,8 +337,6 @@ class Outbound:
             self._finish(leaving)
 
     def _finish(self, leaving: Leaving) -> None:
-        if not all(map(self._mover.arena.leases().stands, leaving.watched)):
-            return self._fail(leaving, "KV that it borrows from another engine was taken back")
         self._end(leaving)
         seconds = self._mover.clock() - leaving.began_s
         self._mover.moved(leaving.num_bytes)
@@ -362,9 +360,15 @@ class Outbound:
         self._mover.log.warning("not migrated", request=key[0], reason=reason)
         self._mover.tell(ROUTER, Stranded(*key, reason))
 
+    def _is_intact(self, leaving: Leaving) -> bool:
+        """Whether its blocks hold what they held when they were lent."""
+        stands = self._mover.arena.leases().stands
+        return all(map(stands, (*leaving.borrowed, *leaving.watched)))
+
     def _end(self, leaving: Leaving) -> None:
         del self._leaving[leaving.key]
         self.queue.remove(leaving.key)
+        self._mover.actor.soon(lambda: self.pump(leaving.target))  # others have its turns now
         leaving.is_over = True
         self._ending.add(leaving)
         self._let_go(leaving)

@@ -244,7 +244,8 @@ class ClusterConfig(Section, frozen=True):
     @property
     def moves_kv(self) -> bool:
         """Say whether KV may have to move from prefill to decode: there are several nodes, or the file says so."""
-        return self.is_separated and (len(self.node) > 1 or self.kv.transport not in ("auto", "lease"))
+        way = self.kv.transport
+        return self.is_separated and way != "lease" and (way != "auto" or len(self.node) > 1)
 
     @property
     def data_transport(self) -> str:

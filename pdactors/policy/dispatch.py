@@ -147,10 +147,7 @@ class Dispatcher:
         """The prompt is computed and leased: find a decode engine for it."""
         request = self._current(sender, message)
         if request is None or request.stage != Stage.PREFILLING:
-            self._drop(message)
-            known = self.requests.get(message.request)
-            is_held = known is not None and known.attempt == message.attempt and sender in known.holders
-            return [] if is_held else [Order(sender, Release(message.request, message.attempt))]
+            return self._unwanted(sender, message)
         request.prefilled = message
         self.requests.move(request, Stage.WAITING)
         return self._advance(now)
@@ -158,11 +155,9 @@ class Dispatcher:
     def migrated(self, sender: str, message: Migrated) -> list[Order]:
         """The KV is where the decode engine can read it."""
         request = self.requests.get(message.request)
-        if request is None or request.attempt != message.attempt or request.stage != Stage.MIGRATING:
-            self._drop(message)
-            return [Order(sender, Release(message.request, message.attempt))]
-        if sender != request.movers[-1]:
-            return self._drop(message)
+        is_current = request is not None and request.attempt == message.attempt and request.stage == Stage.MIGRATING
+        if request is None or not is_current or sender != request.movers[-1]:
+            return self._unwanted(sender, message)
         return self._adopt(request, request.decode, message.handle)
 
     def stranded(self, sender: str, message: Stranded, now: float) -> list[Order]:
@@ -184,7 +179,7 @@ class Dispatcher:
     def finished(self, sender: str, message: Finished, now: float) -> list[Order]:
         """The sequence ended; everyone else lets go of it."""
         request = self._current(sender, message)
-        if request is None or request.stage in (Stage.PINNING, Stage.WAITING):
+        if request is None or request.stage in (Stage.PINNING, Stage.WAITING, Stage.MIGRATING):
             return self._drop(message)
         self._pace.finished(now)
         return self._end(request) + self._advance(now)
@@ -393,6 +388,13 @@ class Dispatcher:
         if request is None or request.attempt != message.attempt or sender != request.engine:
             return None
         return request
+
+    def _unwanted(self, sender: str, message: Prefilled | Migrated) -> list[Order]:
+        """Drop what offers KV, and have its sender let go of it unless the request needs him for something else."""
+        self._drop(message)
+        known = self.requests.get(message.request)
+        is_held = known is not None and known.attempt == message.attempt and sender in known.holders
+        return [] if is_held else [Order(sender, Release(message.request, message.attempt))]
 
     def _drop(self, message: Message) -> list[Order]:
         self.dropped[type(message).__name__] += 1

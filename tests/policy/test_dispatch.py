@@ -77,6 +77,7 @@ def to_stage(stage, *engines, name="r", **limits):
     return dispatcher
 
 
+EARLY = ["queued", "pinning"]
 STAGES = ["prefilling", "waiting", "adopting", "decoding"]
 HOLDERS = {"prefilling": ["p"], "waiting": ["p"], "adopting": ["d", "p"], "decoding": ["d", "p"]}
 
@@ -431,22 +432,25 @@ def test_a_cancel_of_the_unknown_is_counted():
 # ---- The table --------
 
 
-@pytest.mark.parametrize("stage", ["queued", "pinning", *STAGES])
+@pytest.mark.parametrize("stage", [*EARLY, "migrating", *STAGES])
 def test_only_the_drawn_arrows_can_be_taken(stage):
     arrows = {
         "queued": {"pinning", "prefilling"},
         "pinning": {"prefilling", "queued"},
         "prefilling": {"waiting", "queued"},
-        "waiting": {"adopting", "queued"},
+        "waiting": {"adopting", "migrating", "queued"},
+        "migrating": {"adopting", "queued"},
         "adopting": {"decoding"},
         "decoding": set(),
     }
     for other in Stage:
-        dispatcher = to_stage(stage) if stage in STAGES else make()
+        dispatcher = to_stage("waiting" if stage == "migrating" else stage) if stage not in EARLY else make()
         dispatcher.generate(GATEWAY, ask(), 0.0)
         request = dispatcher.requests["r"]
         if stage == "pinning":
             dispatcher.requests.move(request, Stage.PINNING, "p")
+        elif stage == "migrating":
+            dispatcher.requests.move(request, Stage.MIGRATING, "d")
         if other.value in arrows[stage]:
             dispatcher.requests.move(request, other, "x")
             assert request.stage == other

@@ -23,6 +23,8 @@ from pdactors.messages import (
     Lease,
     Load,
     Member,
+    Migrate,
+    Migrated,
     Pin,
     Pinned,
     Prefill,
@@ -31,6 +33,7 @@ from pdactors.messages import (
     Release,
     Sampling,
     Segment,
+    Stranded,
 )
 from pdactors.policy.dispatch import MAX_ATTEMPTS, PIN_TIMEOUT_S, Dispatcher, Limits
 from pdactors.token_ids import TokenIds
@@ -44,6 +47,8 @@ ENGINES = {
     "w0": ("worker", "n0"),
     "w1": ("worker", "n0"),
 }
+MIGRATORS = {"m0": "n0", "m1": "n1"}
+NODE = {name: node for name, (_, node) in ENGINES.items()} | MIGRATORS
 FIRST = {"prefill", "worker"}
 GATEWAYS = ["gateway", "gateway-2"]
 ROOM = 2
@@ -53,7 +58,9 @@ FAMILIES = {family: chain([family] * 31, BLOCK, KEY) for family in (7, 8)}  # pr
 Job = tuple[str, str, int]  # engine, request, attempt
 
 some_engine = st.sampled_from(sorted(ENGINES))
-some_sender = st.sampled_from([*sorted(ENGINES), "nobody"])
+some_migrator = st.sampled_from(sorted(MIGRATORS))
+somebody = st.sampled_from(sorted(NODE))
+some_sender = st.sampled_from([*sorted(NODE), "nobody"])
 some_attempt = st.integers(0, MAX_ATTEMPTS + 1)
 seldom = st.sampled_from([False, False, False, True])  # so that most requests live through more than their beginning
 
@@ -65,14 +72,20 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @initialize(
         policy=st.sampled_from(["locality", "least_loaded", "round_robin"]),
-        can_migrate=st.booleans(),
+        transport=st.sampled_from(["lease", "auto", "auto", "ucx"]),
+        overlaps=st.booleans(),
         max_queue=st.integers(1, 6),
-        fleet=st.one_of(st.sets(some_engine), st.sampled_from([{"p0", "p1", "d0", "d1", "d2"}, {"w0", "w1"}])),
-        cached=st.dictionaries(some_engine, st.integers(1, 7)),
+        fleet=st.one_of(
+            st.sets(somebody),
+            st.sampled_from([{"p0", "p1", "d0", "d1", "d2", "m0", "m1"}, {"p0", "d1", "m0", "m1"}, {"w0", "w1"}]),
+        ),
+        cached=st.dictionaries(somebody, st.integers(1, 7)),
     )
-    def begin(self, policy, can_migrate, max_queue, fleet, cached):
-        self.dispatcher = Dispatcher(Limits(BLOCK, 32, max_queue, TIMEOUT_S, KEY, policy, 2, can_migrate))
-        self.can_migrate = can_migrate
+    def begin(self, policy, transport, overlaps, max_queue, fleet, cached):
+        data_transport = "" if transport == "lease" else "ucx"
+        limits = Limits(BLOCK, 32, max_queue, TIMEOUT_S, KEY, policy, 2, transport, overlaps, data_transport)
+        self.dispatcher = Dispatcher(limits)
+        self.transport = transport
         self.now = 0.0
         self.incarnation = 0
         self.live: set[str] = set()
@@ -85,8 +98,13 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.lent: dict[tuple[str, int], list[Segment]] = {}  # (request, attempt) -> what was answered in time
         self.starving: str = ""  # the engine whose heartbeat said that it lacks what it lends
         self.copied: set[str] = set()
+        self.moving: dict[tuple[str, int], tuple[str, str]] = {}  # what is on its way: source, destination
+        self.arrived: dict[tuple[str, int], KVHandle] = {}
         for name in sorted(fleet):
-            self.heartbeat(name, "ready", 0, 0, 50)
+            if name in MIGRATORS:
+                self.migrator_ready(name)
+            else:
+                self.heartbeat(name, "ready", 0, 0, 50)
         for name, count in cached.items():
             self.dispatcher.cache_changed(name, CacheChanged(tuple(FAMILIES[7][:count])))
 
@@ -116,20 +134,28 @@ class DispatcherMachine(RuleBasedStateMachine):
         lenders = {r.prefill for r in self.dispatcher.requests.values() if r.stage == "decoding"} & self.live
         if lenders:
             name = data.draw(st.sampled_from(sorted(lenders)))
-            self.heartbeat(name, self.dispatcher.engines[name].member.state, 3, 5, 50)
+            self.heartbeat(name, self.dispatcher.fleet.engines[name].member.state, 3, 5, 50)
 
-    @rule(name=some_engine, family=st.sampled_from(sorted(FAMILIES)), data=st.data())
+    @rule(name=some_migrator)
+    def migrator_ready(self, name):
+        self.incarnation += name not in self.live
+        self.live.add(name)
+        member = self.dispatcher.fleet.migrators.get(NODE[name])
+        member = member or Member(name, "migrator", NODE[name], "r0", 1, self.incarnation, state="ready")
+        self.obey(self.dispatcher.migrator_ready(member, self.now))
+
+    @rule(name=somebody, family=st.sampled_from(sorted(FAMILIES)), data=st.data())
     def cache_changes(self, name, family, data):
         digests = FAMILIES[family]
         added, evicted = (digests[: data.draw(st.integers(0, 7))], digests[data.draw(st.integers(1, 7)) :])
         self.dispatcher.cache_changed(name, CacheChanged(tuple(added), tuple(evicted)))
         if name not in self.live:
-            assert not self.dispatcher.index.num_known(digests, {name})
+            assert not self.dispatcher.fleet.index.num_known(digests, {name})
 
     @rule(name=some_engine)
     def retire(self, name):
         """A drained engine is ended when no request needs it: none of them notices."""
-        engine = self.dispatcher.engines.get(name)
+        engine = self.dispatcher.fleet.engines.get(name)
         if engine is None or engine.member.state != "draining" or not self.dispatcher.is_idle(name):
             return
         assert not [job for jobs in self.holding.values() for job in jobs if job[0] == name]
@@ -138,7 +164,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.lose(name)
         assert {name: (r.stage, r.attempt) for name, r in self.dispatcher.requests.items()} == before
 
-    @rule(name=some_engine, happens=seldom)
+    @rule(name=somebody, happens=seldom)
     def lose(self, name, happens=True):
         if not happens:
             return
@@ -146,6 +172,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.running = {job for job in self.running if job[0] != name}
         self.lending = {job for job in self.lending if job[0] != name}
         self.pins = [(owner, pin) for owner, pin in self.pins if owner != name]
+        self.moving = {key: movers for key, movers in self.moving.items() if name not in movers}
         for jobs in self.holding.values():
             jobs -= {job for job in jobs if job[0] == name}
         before = dict(self.holding)
@@ -154,7 +181,8 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert all(name not in request.holders for request in self.dispatcher.requests.values())
         assert all(name not in request.pins.values() for request in self.dispatcher.requests.values())
         assert set(self.holding) <= set(before)
-        assert not any(self.dispatcher.index.num_known(digests, {name}) for digests in FAMILIES.values())
+        assert all(r.stage != "migrating" or name not in r.movers for r in self.dispatcher.requests.values())
+        assert not any(self.dispatcher.fleet.index.num_known(digests, {name}) for digests in FAMILIES.values())
 
     @rule(gateway=st.sampled_from(GATEWAYS), happens=seldom)
     def lose_gateway(self, gateway, happens):
@@ -256,6 +284,26 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.obey(self.dispatcher.adopted(engine, Adopted(name, attempt)))
         assert not was_adopting or request.stage == "decoding"
 
+    # ---- Migrators that do as they were told --------
+
+    @precondition(lambda self: self.moving)
+    @rule(data=st.data(), arrives=st.sampled_from([True, True, False]))
+    def move(self, data, arrives):
+        """KV arrives where it is to go, or its source gives it up."""
+        key = data.draw(st.sampled_from(sorted(self.moving)))
+        source, target = self.moving.pop(key)
+        request = self.dispatcher.requests[key[0]]
+        assert (request.stage, request.attempt, request.movers) == ("migrating", key[1], (source, target))
+        if arrives:
+            message = self.arrival(target, *key)
+            self.arrived[key] = message.handle
+            self.obey(self.dispatcher.migrated(target, message))
+            assert request.stage == "adopting"
+        else:
+            self.obey(self.dispatcher.stranded(source, Stranded(*key, "it broke"), self.now))
+            again = self.dispatcher.requests.get(key[0])
+            assert again is None or again.attempt == key[1] + 1
+
     @precondition(lambda self: self.pins)
     @rule(data=st.data(), again=seldom)
     def answer(self, data, again):
@@ -282,25 +330,29 @@ class DispatcherMachine(RuleBasedStateMachine):
         name=names,
         sender=some_sender,
         attempt=some_attempt,
-        kind=st.sampled_from(["prefilled", "adopted", "finished", "failed", "pinned"]),
+        kind=st.sampled_from(["prefilled", "adopted", "finished", "failed", "pinned", "migrated", "stranded"]),
         start=st.integers(0, 7),
     )
     def stray(self, name, sender, attempt, kind, start):
         """Something that no engine has a reason to say now."""
         request = self.dispatcher.requests.get(name)
-        if sender in ENGINES and sender not in self.live:
+        if sender in NODE and sender not in self.live:
             return  # the router takes nothing from the dismissed
         is_current = request is not None and request.attempt == attempt
         if is_current and (request.engine == sender or request.pins.get(start) == sender):
             return  # not a stray
+        if is_current and request.stage == "migrating" and sender in request.movers:
+            return
         message = {
             "pinned": Pinned(name, attempt, start, Segment(sender, Lease(0, 9), start, (1,))),
             "prefilled": self.hand_over(sender, name, attempt),
             "adopted": Adopted(name, attempt),
             "finished": Finished(name, attempt, 1),
             "failed": Failed(name, attempt, "internal", "late"),
+            "migrated": self.arrival(sender, name, attempt),
+            "stranded": Stranded(name, attempt, "late"),
         }[kind]
-        if kind in ("adopted", "pinned"):
+        if kind in ("adopted", "pinned", "migrated"):
             self.dropping(lambda: getattr(self.dispatcher, kind)(sender, message), sender)
             return
         self.dropping(lambda: getattr(self.dispatcher, kind)(sender, message, self.now), sender)
@@ -308,8 +360,18 @@ class DispatcherMachine(RuleBasedStateMachine):
     # ---- Orders --------
 
     def hand_over(self, engine: str, name: str, attempt: int) -> Prefilled:
-        handle = KVHandle("n0", engine, "layout", (Segment(engine, Lease(0, attempt), 0, (1,)),), 1)
+        handle = KVHandle(NODE.get(engine, "n0"), engine, "layout", (Segment(engine, Lease(0, attempt), 0, (1,)),), 1)
         return Prefilled(name, attempt, 9, handle, self.now)
+
+    def arrival(self, migrator: str, name: str, attempt: int) -> Migrated:
+        return Migrated(name, attempt, self.hand_over(migrator, name, attempt).handle, 1000, 0.1, "none")
+
+    def can_read(self, source: str, target: str) -> bool:
+        """Whether what lies with one of them can be brought to where the other reads it."""
+        nodes = {NODE[source], NODE[target]}
+        return (self.transport != "ucx" and len(nodes) == 1) or (
+            self.transport != "lease" and nodes <= self.dispatcher.fleet.migrators.keys()
+        )
 
     def dropping(self, stimulus, sender: str = "") -> None:
         """Hold that a stimulus is counted, changes nothing, and gets a Release at most."""
@@ -319,7 +381,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert self.dispatcher.dropped.total() == before + 1
         assert {name: (r.stage, r.attempt) for name, r in self.dispatcher.requests.items()} == stages
         assert all(order.to == sender and isinstance(order.message, Release) for order in orders)
-        if sender in ENGINES:
+        if sender in NODE:
             self.obey(orders)
 
     def obey(self, orders) -> None:
@@ -335,6 +397,8 @@ class DispatcherMachine(RuleBasedStateMachine):
                 self.start(to, message, job)
             elif isinstance(message, Pin):
                 self.ask_to_lend(to, message, job)
+            elif isinstance(message, Migrate):
+                self.migrate(to, message)
             elif isinstance(message, CopyOut):
                 self.copy_out(to, message)
             else:
@@ -349,24 +413,57 @@ class DispatcherMachine(RuleBasedStateMachine):
         key = (message.request, message.attempt)
         if isinstance(message, Prefill):
             assert list(message.prefix) == sorted(self.lent.get(key, []), key=lambda segment: segment.start)
-        if isinstance(message, Decode) or key not in self.lent:
-            assert self.dispatcher.engines[to].member.state == "ready"
+        is_moved = isinstance(message, Decode) and message.path == "ucx"
+        if not is_moved and (isinstance(message, Decode) or key not in self.lent):
+            assert self.dispatcher.fleet.engines[to].member.state == "ready"
         assert not self.ends[message.request], "an ended request goes on"
         assert message.attempt <= MAX_ATTEMPTS
-        if isinstance(message, Decode) and not self.can_migrate:
-            assert ENGINES[message.handle.owner][1] == node
+        if isinstance(message, Decode):
+            assert NODE[message.handle.owner] == node
+            assert (message.path == "ucx") == (key in self.arrived)
+            assert not is_moved or message.handle == self.arrived[key]
+        elif message.ship_to:
+            self.ship(to, message)
         assert job not in self.running
         self.running.add(job)
         self.holding[message.request].add(job)
+
+    def ship(self, prefill: str, message: Prefill) -> None:
+        """Its first blocks leave before it is handed over, so both migrators have something to do with it."""
+        planned = self.dispatcher.requests[message.request].planned
+        assert self.dispatcher.limits.overlaps
+        assert ENGINES[planned][0] == "decode"
+        assert NODE[planned] == NODE[message.ship_to]
+        self.hold_between(prefill, message.ship_to, message)
+
+    def migrate(self, to: str, message: Migrate) -> None:
+        request = self.dispatcher.requests[message.request]
+        key = (message.request, message.attempt)
+        assert (request.stage, request.attempt) == ("migrating", message.attempt)
+        assert key not in self.moving
+        assert key not in self.arrived
+        assert self.dispatcher.fleet.engines[request.decode].member.state == "ready"
+        assert NODE[to] == NODE[message.handle.owner]
+        assert NODE[message.target] == NODE[request.decode]
+        assert self.transport == "ucx" or to != message.target
+        assert message.digests == request.digests
+        self.moving[key] = to, message.target
+        self.hold_between(message.handle.owner, message.target, message)
+
+    def hold_between(self, prefill: str, target: str, message: Prefill | Migrate) -> None:
+        source = self.dispatcher.fleet.migrators[NODE[prefill]].name
+        for migrator in (source, target):
+            assert migrator in self.live
+            self.holding[message.request].add((migrator, message.request, message.attempt))
 
     def ask_to_lend(self, owner: str, pin: Pin, job: Job) -> None:
         request = self.dispatcher.requests[pin.request]
         assert (request.stage, request.attempt) == ("pinning", pin.attempt)
         assert owner != request.engine
-        assert ENGINES[owner][1] == ENGINES[request.engine][1]
-        assert self.dispatcher.engines[owner].member.state in ("ready", "draining")
+        assert NODE[owner] == NODE[request.engine]
+        assert owner in MIGRATORS or self.dispatcher.fleet.engines[owner].member.state in ("ready", "draining")
         assert pin.digests == request.digests[pin.start : pin.start + len(pin.digests)]
-        assert self.dispatcher.index.num_known(pin.digests, {owner}) == len(pin.digests) > 0
+        assert self.dispatcher.fleet.index.num_known(pin.digests, {owner}) == len(pin.digests) > 0
         self.lent[pin.request, pin.attempt] = []
         self.pins.append((owner, pin))
         self.lending.add(job)
@@ -376,7 +473,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         request = self.dispatcher.requests[message.request]
         assert (request.stage, request.attempt, request.decode) == ("decoding", message.attempt, to)
         assert request.prefill == self.starving
-        assert self.dispatcher.engines[to].load.blocks.free
+        assert self.dispatcher.fleet.engines[to].load.blocks.free
         assert message.request not in self.copied
         self.copied.add(message.request)
 
@@ -386,6 +483,8 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert not is_live, f"{job} is released while it is needed"
         self.running.discard(job)
         self.lending.discard(job)
+        if job[0] in self.moving.get(job[1:], ()):
+            del self.moving[job[1:]]
         for jobs in self.holding.values():
             jobs.discard(job)
 
@@ -405,6 +504,8 @@ class DispatcherMachine(RuleBasedStateMachine):
         counts: Counter[str] = Counter()
         for request in self.dispatcher.requests.values():
             counts[request.engine] += bool(request.engine)
+            counts[request.planned] += bool(request.planned)  # a place is kept there
+            assert not request.planned or request.stage in ("pinning", "prefilling", "waiting")
         assert all(count <= ROOM for count in counts.values())
         assert set(counts) - {""} <= self.live
 
@@ -413,6 +514,11 @@ class DispatcherMachine(RuleBasedStateMachine):
         for name, request in self.dispatcher.requests.items():
             held = {engine for engine, _, attempt in self.holding[name] if attempt == request.attempt}
             assert held <= request.holders <= self.live
+
+    @invariant()
+    def whatever_migrates_is_on_its_way(self):
+        migrating = {(n, r.attempt): r.movers for n, r in self.dispatcher.requests.items() if r.stage == "migrating"}
+        assert migrating == self.moving
 
     @invariant()
     def nobody_lends_for_what_is_over(self):
@@ -431,15 +537,16 @@ class DispatcherMachine(RuleBasedStateMachine):
     def nobody_waits_beside_free_room(self):
         """An order is given as soon as it can be."""
         counts = Counter(request.engine for request in self.dispatcher.requests.values())
-        ready = {name: e for name, e in self.dispatcher.engines.items() if e.member.state == "ready"}
+        counts.update(request.planned for request in self.dispatcher.requests.values())
+        ready = {name: e for name, e in self.dispatcher.fleet.engines.items() if e.member.state == "ready"}
         free = [name for name in ready if counts[name] < ROOM]
         if self.dispatcher.requests.queued:
             decoding = {ENGINES[name][1] for name in ready if ENGINES[name][0] == "decode"}
-            is_open = self.can_migrate or not decoding
+            is_open = self.transport != "lease" or not decoding
             first = [name for name in free if ENGINES[name][0] in FIRST]
             assert not [name for name in first if is_open or ENGINES[name][1] in decoding]
         for source in self.dispatcher.requests.waiting:
-            near = [n for n in free if self.can_migrate or ENGINES[n][1] == ENGINES[source][1]]
+            near = [name for name in free if self.can_read(source, name)]
             assert not [name for name in near if ENGINES[name][0] == "decode"]
 
 

@@ -507,13 +507,13 @@ def test_an_engine_is_idle_when_no_request_needs_it():
     dispatcher = make("p", "p1", "d", "d1", d1=DIGESTS)
     generate(dispatcher)
     busy = {"p", "d1"}
-    assert {name for name in dispatcher.engines if not dispatcher.is_idle(name)} == busy
+    assert {name for name in dispatcher.fleet.engines if not dispatcher.is_idle(name)} == busy
     dispatcher.pinned("d1", pinned("d1", 0, 4))
     assert not dispatcher.is_idle("d1"), "it lends"
     to_decoding(dispatcher)
-    assert {name for name in dispatcher.engines if not dispatcher.is_idle(name)} == {"p", "d", "d1"}
+    assert {name for name in dispatcher.fleet.engines if not dispatcher.is_idle(name)} == {"p", "d", "d1"}
     dispatcher.finished("d", Finished("r", 1, 8), 2.0)
-    assert all(dispatcher.is_idle(name) for name in dispatcher.engines)
+    assert all(dispatcher.is_idle(name) for name in dispatcher.fleet.engines)
     assert dispatcher.is_idle("nobody")
 
 

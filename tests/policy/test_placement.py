@@ -10,6 +10,20 @@ NEIGHBOUR = Place("n1", "r0")
 FAR = Place("n2", "r1")
 
 
+def moves(source, target):
+    """Everything is within reach, and what is elsewhere has to move."""
+    return source != target
+
+
+def stays(source, target):
+    """Nothing moves."""
+    return False if source == target else None
+
+
+def decide(source, engines, needs_migration=moves, **how):
+    return schedule_decode(source, engines, needs_migration=needs_migration, **how)
+
+
 def engine(name, place=HERE, num=0, most=4, tokens=0, owned=0):
     return EngineView(name, place, num, most, tokens, owned)
 
@@ -83,63 +97,63 @@ def test_a_full_prefill_engine_is_passed_over():
 
 def test_locality_takes_the_nearest_even_when_it_has_more_to_do():
     engines = [engine("far", FAR), engine("near", HERE, num=3), engine("next", NEIGHBOUR)]
-    assert schedule_decode(HERE, engines) == DecodeDecision("near", need_migration=False, distance=0)
+    assert decide(HERE, engines) == DecodeDecision("near", need_migration=False, distance=0)
 
 
 def test_locality_takes_the_least_loaded_of_the_nearest():
     engines = [engine("a", num=2), engine("b", num=1), engine("c", num=2)]
-    assert schedule_decode(HERE, engines) == DecodeDecision("b", need_migration=False, distance=0)
+    assert decide(HERE, engines) == DecodeDecision("b", need_migration=False, distance=0)
 
 
 def test_locality_takes_the_nearest_that_has_most_of_the_sequence_itself():
     engines = [engine("a", num=0), engine("b", num=3, owned=2), engine("c", num=1, owned=1)]
-    assert schedule_decode(HERE, engines) == DecodeDecision("b", need_migration=False, distance=0)
-    assert schedule_decode(HERE, [*engines, engine("far", FAR, owned=9)]).target == "b"
-    assert schedule_decode(HERE, engines, policy="least_loaded").target == "a"
+    assert decide(HERE, engines) == DecodeDecision("b", need_migration=False, distance=0)
+    assert decide(HERE, [*engines, engine("far", FAR, owned=9)]).target == "b"
+    assert decide(HERE, engines, policy="least_loaded").target == "a"
 
 
 def test_locality_moves_on_when_the_nearest_is_full():
     engines = [engine("near", num=4), engine("next", NEIGHBOUR, num=3), engine("far", FAR)]
-    assert schedule_decode(HERE, engines) == DecodeDecision("next", need_migration=True, distance=2)
+    assert decide(HERE, engines) == DecodeDecision("next", need_migration=True, distance=2)
 
 
 @pytest.mark.parametrize(("max_distance", "target"), [(0, "idle"), (1, "gpu"), (2, "gpu"), (3, "gpu")])
 def test_beyond_max_distance_load_decides(max_distance, target):
     engines = [engine("gpu", GPU, num=3), engine("idle", FAR, num=0), engine("busy", NEIGHBOUR, num=2)]
-    decision = schedule_decode(HERE, engines, max_distance=max_distance)
+    decision = decide(HERE, engines, max_distance=max_distance)
     assert decision is not None
     assert decision.target == target
 
 
 def test_a_tie_in_load_goes_to_the_nearer():
     engines = [engine("far", FAR), engine("next", NEIGHBOUR)]
-    assert schedule_decode(HERE, engines, policy="least_loaded") == DecodeDecision("next", True, 2)
+    assert decide(HERE, engines, policy="least_loaded") == DecodeDecision("next", True, 2)
 
 
 def test_least_loaded_does_not_mind_the_distance():
     engines = [engine("near", num=1), engine("far", FAR)]
-    assert schedule_decode(HERE, engines, policy="least_loaded") == DecodeDecision("far", True, 3)
+    assert decide(HERE, engines, policy="least_loaded") == DecodeDecision("far", True, 3)
 
 
 def test_round_robin_takes_each_with_room_in_turn():
     engines = [engine("c", FAR), engine("a", num=3), engine("full", num=4), engine("b", NEIGHBOUR)]
-    turns = [schedule_decode(HERE, engines, policy="round_robin", turn=turn) for turn in range(6)]
+    turns = [decide(HERE, engines, policy="round_robin", turn=turn) for turn in range(6)]
     assert [decision and decision.target for decision in turns] == ["a", "b", "c", "a", "b", "c"]
     assert [decision and decision.need_migration for decision in turns[:3]] == [False, True, True]
 
 
 @pytest.mark.parametrize("policy", ["locality", "least_loaded", "round_robin"])
 def test_nobody_with_room_means_no_decision(policy):
-    assert schedule_decode(HERE, [], policy=policy) is None
-    assert schedule_decode(HERE, [engine("a", num=4), engine("b", FAR, most=0)], policy=policy) is None
+    assert decide(HERE, [], policy=policy) is None
+    assert decide(HERE, [engine("a", num=4), engine("b", FAR, most=0)], policy=policy) is None
 
 
 @pytest.mark.parametrize("policy", ["locality", "least_loaded", "round_robin"])
 def test_what_cannot_move_is_decoded_on_its_device_or_not_at_all(policy):
     elsewhere = [engine("gpu", GPU), engine("next", NEIGHBOUR), engine("far", FAR)]
-    assert schedule_decode(HERE, elsewhere, policy=policy, can_migrate=False) is None
+    assert decide(HERE, elsewhere, policy=policy, needs_migration=stays) is None
     near = [*elsewhere, engine("near", num=3)]
-    decision = schedule_decode(HERE, near, policy=policy, can_migrate=False, turn=5)
+    decision = decide(HERE, near, policy=policy, needs_migration=stays, turn=5)
     assert decision == DecodeDecision("near", need_migration=False, distance=0)
 
 
