@@ -267,12 +267,12 @@ class Mover:
     def fleet_changed(self, fleet: Fleet) -> None:
         """Forget peers that are gone."""
         alive = {member.name: member.incarnation for member in fleet.members}
-        for name, peer in list(self._peers.items()):
-            if name != self.spec.name and alive.get(name) != peer.member.incarnation:
+        for name, member in list(self._peers.items()):
+            if name != self.spec.name and alive.get(name) != member.incarnation:
                 self.forget(name, "it is gone")
 
     def reconnect(self, name: str, reason: str) -> None:
-        """Drop a connection that is of no use any more, and what is under way on it; the peer's answer makes a new one."""
+        """Drop a useless connection and what is under way on it; the peer's answer makes another."""
         self.forget(name, reason)
         self.offer_port(name)
 

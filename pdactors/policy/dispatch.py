@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import NamedTuple
 
 from pdactors import errors
 from pdactors.kv.prefix import chain
@@ -38,17 +37,11 @@ from pdactors.policy.admission import Limits, Pace, refusal
 from pdactors.policy.fleet import Engine, FleetState
 from pdactors.policy.placement import DecodeDecision, EngineView, Place, choose_prefill, schedule_decode
 from pdactors.policy.requests import Request, RequestTable, Stage
+from pdactors.policy.tasks import Order
 
 MAX_ATTEMPTS = 3
 PIN_TIMEOUT_S = 1.0  # an owner that does not answer in time lends nothing
 FIRST_ROLES = ("prefill", "worker")  # who computes prompts
-
-
-class Order(NamedTuple):
-    """Send `message` to the actor called `to`."""
-
-    to: str
-    message: Message
 
 
 class Dispatcher:
@@ -154,17 +147,15 @@ class Dispatcher:
 
     def migrated(self, sender: str, message: Migrated) -> list[Order]:
         """The KV is where the decode engine can read it."""
-        request = self.requests.get(message.request)
-        is_current = request is not None and request.attempt == message.attempt and request.stage == Stage.MIGRATING
-        if request is None or not is_current or sender != request.movers[-1]:
+        request = self._migrating(message)
+        if request is None or sender != request.movers[-1]:
             return self._unwanted(sender, message)
         return self._adopt(request, request.decode, message.handle)
 
     def stranded(self, sender: str, message: Stranded, now: float) -> list[Order]:
         """The KV cannot be brought over: compute it again, perhaps elsewhere."""
-        request = self.requests.get(message.request)
-        is_current = request is not None and request.attempt == message.attempt and request.stage == Stage.MIGRATING
-        if request is None or not is_current or sender not in request.movers:
+        request = self._migrating(message)
+        if request is None or sender not in request.movers:
             return self._drop(message)
         return self._retry(request, sender, message.reason) + self._advance(now)
 
@@ -395,6 +386,11 @@ class Dispatcher:
         known = self.requests.get(message.request)
         is_held = known is not None and known.attempt == message.attempt and sender in known.holders
         return [] if is_held else [Order(sender, Release(message.request, message.attempt))]
+
+    def _migrating(self, message: Migrated | Stranded) -> Request | None:
+        request = self.requests.get(message.request)
+        is_current = request is not None and request.attempt == message.attempt and request.stage == Stage.MIGRATING
+        return request if is_current else None
 
     def _drop(self, message: Message) -> list[Order]:
         self.dropped[type(message).__name__] += 1

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from pdactors.errors import InvariantError, PDError
-from pdactors.messages import Decode, KVHandle, Migrate, Prefill, Prefilled, Rejected
+from pdactors.messages import Decode, KVHandle, Message, Migrate, Prefill, Prefilled, Rejected
 from pdactors.policy.requests import Request
+
+
+class Order(NamedTuple):
+    """Send `message` to the actor called `to`."""
+
+    to: str
+    message: Message
 
 
 def prefill(request: Request) -> Prefill:
