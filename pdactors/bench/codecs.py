@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from pdactors.engine import store
 from pdactors.engine.batch import Span, StepBatch
 from pdactors.engine.load import load_model, why_not_lean
+from pdactors.engine.machine import TORCH_DTYPES
 from pdactors.engine.manifest import Progress, silent
 from pdactors.engine.model import PagedModel
 from pdactors.engine.shape import ModelDtype, ModelShape
@@ -100,8 +101,10 @@ class Speed:
 
 def measure_speeds(layout: KVLayout, rounds: int) -> dict[CodecName, Speed]:
     """Time each codec over blocks that no cache holds, in turns with a memcpy of them."""
-    source = zeros(_NUM_BLOCKS * layout.block_bytes, np.uint8).reshape(_NUM_BLOCKS, -1)
-    source[:] = np.random.default_rng(1).integers(0, 64, source.shape, np.uint8)  # small finite numbers in any dtype
+    numbers = torch.randn(
+        _NUM_BLOCKS, layout.block_bytes // layout.itemsize, generator=torch.Generator().manual_seed(1)
+    )
+    source = numbers.to(TORCH_DTYPES[layout.dtype]).view(torch.uint8).numpy()
     target = np.ones_like(source)
     found = {}
     for codec in CODECS:
