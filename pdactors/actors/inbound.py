@@ -273,9 +273,7 @@ class Inbound:
     def abandoned(self, sender: Member, message: Abandon) -> None:
         """The source does not go on."""
         key = message.request, message.attempt
-        self._offers = deque(
-            (s, o) for s, o in self._offers if s.name != sender.name or (o.request, o.attempt) != key
-        )
+        self._offers = deque((s, o) for s, o in self._offers if s.name != sender.name or (o.request, o.attempt) != key)
         coming = self._coming.get(key)
         if coming is not None and coming.source.name == sender.name:
             self._end(coming)

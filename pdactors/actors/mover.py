@@ -231,7 +231,7 @@ class Mover:
                 self.forget(name, "it is gone")
 
     def reconnect(self, name: str, reason: str) -> None:
-        """Drop a connection that is of no use any more, and what is under way on it; the peer's answer makes a new one."""
+        """Drop a connection that is of no use, and what is under way on it; the peer's answer makes a new one."""
         self.forget(name, reason)
         self.offer_port(name)
 
