@@ -9,6 +9,8 @@ import msgspec
 from pdactors.actors.spec import ENGINES
 from pdactors.messages import Report, Surveyed
 
+OWNERS = (*ENGINES, "migrator")  # of blocks
+
 
 def status(run_id: str, mode: str, model: str, survey: Surveyed) -> dict[str, Any]:
     """Describe every actor that answered; `silent` lists those that did not."""
@@ -28,19 +30,16 @@ def status(run_id: str, mode: str, model: str, survey: Surveyed) -> dict[str, An
 def leaks(survey: Surveyed) -> dict[str, Any]:
     """Find what is held for nobody. Work in flight is not a leak."""
     in_flight = set(survey.in_flight)
-    engines = [report for report in survey.reports if report.role in ENGINES]
+    owners = [report for report in survey.reports if report.role in OWNERS]
     return {
         "leases": [
-            msgspec.to_builtins(lease)
-            for report in engines
-            for lease in report.leases
-            if lease.request not in in_flight
+            msgspec.to_builtins(lease) for report in owners for lease in report.leases if lease.request not in in_flight
         ],
         "blocks_unaccounted": sum(_unaccounted(report) for report in survey.reports),
         "stale_segments": [],
         "stray_requests": [
             {"actor": report.name, "request": request}
-            for report in engines
+            for report in owners
             for request in report.requests
             if request not in in_flight
         ],
@@ -75,6 +74,7 @@ def is_clean(found: dict[str, Any]) -> bool:
 def _actor(report: Report) -> dict[str, Any]:
     blocks = report.load.blocks
     step = report.load.step_ms
+    moved = {"sequences": report.load.num_moved, "bytes": report.load.bytes_moved}
     return {
         "name": report.name,
         "role": report.role,
@@ -102,13 +102,14 @@ def _actor(report: Report) -> dict[str, Any]:
         },
         "prompt_tokens_computed": report.load.prompt_tokens_computed,
         "preempted": report.load.num_preempted,
+        **({"moved": moved} if report.role == "migrator" else {}),
         "dropped": report.dropped,
     }
 
 
 def _unaccounted(report: Report) -> int:
-    """Blocks in no state, and blocks in use by an engine that has no request."""
+    """Blocks in no state, and blocks in use by an owner that has no request."""
     blocks = report.load.blocks
     lost = abs(blocks.total - blocks.free - blocks.cached - blocks.used - blocks.leased_out)
-    is_idle = report.role in ENGINES and not report.requests
+    is_idle = report.role in OWNERS and not report.requests
     return lost + (blocks.used if is_idle else 0)

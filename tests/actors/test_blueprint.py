@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 
 from pdactors.actors.blueprint import check_available, client_addresses, control_address, nodes_here
-from pdactors.config.cluster import ClusterConfig, ClusterSection, ListenSection, NodeSection, RouterSection
+from pdactors.config.cluster import ClusterConfig, ClusterSection, KVSection, ListenSection, NodeSection, RouterSection
 from pdactors.errors import ConfigError
 
 NEAR = {"n0": "127.0.0.1", "n1": "127.0.0.1"}
 
 
-def config(*nodes, mode="disaggregated", control="tcp://0.0.0.0:7000", router="n0", listen=None):
+def config(*nodes, mode="disaggregated", control="tcp://0.0.0.0:7000", router="n0", listen=None, transport="auto"):
     return ClusterConfig(
         cluster=ClusterSection(mode=mode),
         listen=listen or ListenSection(),
+        kv=KVSection(transport=transport),
         router=RouterSection(node=router, control=control),
         node=nodes or (NodeSection("n0"), NodeSection("n1")),
     )
@@ -74,8 +75,9 @@ def test_a_machine_without_gateway_tells_clients_what_the_file_says_if_it_leads_
 
 
 @pytest.mark.parametrize(("counts", "key"), [({"decode": 0}, "node.1.decode"), ({"prefill": 0}, "node.1.prefill")])
-def test_a_node_with_half_of_the_engines_is_refused_since_kv_does_not_move(counts, key):
-    halves = config(NodeSection("n0"), NodeSection("n1", **counts))
+def test_a_node_with_half_of_the_engines_is_refused_where_kv_does_not_move(counts, key):
+    halves = NodeSection("n0"), NodeSection("n1", **counts)
     with pytest.raises(ConfigError, match=key):
-        check_available(halves)
+        check_available(config(*halves, transport="lease"))
+    check_available(config(*halves))
     check_available(config(NodeSection("n0"), NodeSection("n1", **counts), mode="chunked"))

@@ -24,6 +24,7 @@ TOKEN, JOIN_TOKEN = "let-me-in", "sesame-0815"
 QUICK = {"router.heartbeat_ms": 200, "router.dead_after_ms": 1500}
 LOST_S = 20.0  # a second and a half, and what a busy machine adds
 APART = {"prefill": 1, "decode": 1}
+LEASES = ["cluster.mode=disaggregated", "kv.transport=lease"]
 MakeIds = Callable[[object, int], list[int]]
 Settings = Callable[..., list[str]]
 
@@ -118,10 +119,11 @@ def machines(
     """Make a cluster of two machines, and launch both: `machines(mode, workers=1)`; nothing may be left of it."""
     with ExitStack() as opened:
 
-        def make(mode: str, **engines: int) -> Machines:
+        def make(mode: str, transport: str = "auto", **engines: int) -> Machines:
             file = cluster_file(tmp_path, [host.address for host in hosts], **engines)
             keys = {
                 "cluster.mode": mode,
+                "kv.transport": transport,
                 "router.control": f"tcp://{hosts[0].address}:7300",
                 "listen.zmq": f"tcp://{hosts[0].address}:7301",
                 "security.token": TOKEN,
@@ -169,7 +171,7 @@ def test_two_machines_serve_chunked(machines: Any, make_ids: MakeIds, wait: Any)
 def test_two_machines_serve_disaggregated_and_decode_stays_where_the_prefill_was(
     machines: Any, make_ids: MakeIds
 ) -> None:
-    both = machines("disaggregated", **APART)
+    both = machines("disaggregated", "lease", **APART)
     before = [host.counters() for host in both.hosts]
     both.ask_all(make_ids)
     with both.client() as client:
@@ -361,8 +363,8 @@ def test_nodes_of_one_machine_may_be_launched_apart(arguments: list[str], make_i
         (["router.control=tcp://127.0.0.1:0"], "n1", ["router.control", "n0", "fixed port"]),
         (["node.1.host=192.0.2.1", "router.control=127.0.0.1:0"], "n1", ["192.0.2.1"]),
         ([], "n7", ["n7", "n0, n1"]),
-        (["cluster.mode=disaggregated", "node.1.decode=0"], "n0", ["node.1.decode", "n1", "between nodes"]),
-        (["cluster.mode=disaggregated", "node.0.prefill=0"], "n0", ["node.0.prefill", "n0", "between nodes"]),
+        ([*LEASES, "node.1.decode=0"], "n0", ["node.1.decode", "n1", "kv.transport"]),
+        ([*LEASES, "node.0.prefill=0"], "n0", ["node.0.prefill", "n0", "kv.transport"]),
     ],
 )
 def test_a_launch_that_cannot_be_says_why(arguments: list[str], sets: list[str], node: str, parts: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The header in front of each transfer: it survives the wire, what is none is refused, differences are named."""
+"""A transfer's header: what it says survives the wire, what is none is refused, what differs is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV that moves between nodes, as the dispatcher sees it: who is told what, and what follows from it."""
+"""KV that moves between nodes, as the dispatcher sees it: who is told what, and what follows from each end."""
 
 from __future__ import annotations
 

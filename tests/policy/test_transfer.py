@@ -87,8 +87,7 @@ def test_nobody_starves(num_interactive, num_batch, num_background):
     for rank, kind in enumerate(present):
         # two lower classes whose turn it is go one after the other
         turn = PATIENCE + len(present) - 2 if rank else 2 * len(present)
-        groups = itertools.groupby(got, lambda k, kind=kind: k == kind)
-        gaps = [len(list(group)) for is_kind, group in groups if not is_kind]
+        gaps = [len(list(group)) for is_kind, group in itertools.groupby(got, kind.__eq__) if not is_kind]
         assert max(gaps, default=0) <= turn, (kind, got)
     assert got.count("interactive") >= 400 * (PATIENCE - 1) / (PATIENCE + 1)
 
@@ -248,10 +247,7 @@ GPU, GPU1, FAR_GPU = Place("n0", "r0", "cuda:0"), Place("n0", "r0", "cuda:1"), P
         (GPU, GPU1, "auto", {"ucx"}, Way("ucx", "lease: other device; cuda_ipc: not offered by both ends")),
         (GPU, GPU1, "ucx", {"ucx", "cuda_ipc"}, Way("ucx", "lease: other device; cuda_ipc: kv.transport is ucx")),
         (CPU, GPU, "cuda_ipc", {"cuda_ipc", "ucx"}, None),
-        (
-            GPU, FAR_GPU, "auto", {"cuda_ipc", "ucx"},
-            Way("ucx", "lease: other node; cuda_ipc: not two devices of one node"),
-        ),
+        (GPU, FAR_GPU, "auto", {"ucx"}, Way("ucx", "lease: other node; cuda_ipc: not two devices of one node")),
     ],
 )  # fmt: skip
 def test_kv_takes_the_fastest_way_that_both_ends_have_and_says_why_no_faster_one(

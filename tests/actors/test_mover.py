@@ -1,0 +1,692 @@
+"""KV on the move: migrators of several nodes in one process, among a router and engines that do what a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import msgspec
+import numpy as np
+import pytest
+
+from pdactors.actors.actor import Actor
+from pdactors.actors.migrator import Migrator
+from pdactors.config.cluster import KVSection, NodeSection
+from pdactors.kv.arena import Arena
+from pdactors.kv.blocks import BlockPool
+from pdactors.kv.layout import KVLayout
+from pdactors.kv.loans import Loans
+from pdactors.kv.prefix import chain
+from pdactors.messages import (
+    Announce,
+    CacheChanged,
+    Fleet,
+    Heartbeat,
+    KVHandle,
+    Migrate,
+    Migrated,
+    Offer,
+    Pin,
+    Pinned,
+    Release,
+    Segment,
+    Stranded,
+)
+from pdactors.policy.transfer import MAX_IN_FLIGHT
+from pdactors.transport.inproc import InprocTransport
+from pdactors.transport.inproc_port import InprocPort
+
+LAYOUT = KVLayout(2, 2, 8, 8, "float32")
+BLOCK = LAYOUT.block_tokens
+EXTENT_BLOCKS, NUM_EXTENTS = 8, 16
+PREFILL, DECODE, MIGRATOR = 0, 1, 2  # slots of a node
+MAX_TOKENS = 320  # 40 blocks: three transfers
+KEY = b"key"
+
+
+class Port(InprocPort):
+    """A wire that a test can hold up and spoil. A transfer's header has an even tag, its payload an odd one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holds = lambda tag: False
+        self.spoils = lambda tag: False
+        self.held: list[tuple[bytes, int]] = []
+        self.num_payloads = 0
+
+    def deliver(self, sender, tag):
+        if self.holds(tag):
+            self.held.append((sender, tag))
+        else:
+            super().deliver(sender, tag)
+
+    def let_go(self):
+        self.holds = lambda tag: False
+        held, self.held = self.held, []
+        for sender, tag in held:
+            self.deliver(sender, tag)
+
+    def copy(self, tag, sources, targets):
+        super().copy(tag, sources, targets)
+        self.num_payloads += tag & 1
+        if self.spoils(tag):
+            targets[-1][len(targets[-1]) // 2] ^= 1
+
+
+def headers(tag):
+    return not tag & 1
+
+
+def payloads(tag):
+    return bool(tag & 1)
+
+
+class Hub(Actor):
+    """A router that only knows who is there, and keeps what it is told."""
+
+    role = "router"
+
+    def __init__(self, spec, transport):
+        super().__init__(spec, transport)
+        self.members = {}
+        self.got = []
+        for kind in (Migrated, Stranded, CacheChanged, Pinned):
+            self.accept(kind, lambda sender, message: self.got.append((sender.name, message)), "migrator")
+        self.accept(Heartbeat, self._on_heartbeat, "migrator")
+
+    def open(self):
+        self.listen(self.spec.control)
+
+    def beat(self):
+        pass
+
+    def _on_heartbeat(self, sender, message):
+        if self.members.get(sender.name) != sender and message.state == "ready":
+            self.members[sender.name] = sender
+            self.tell_all()
+
+    def lose(self, name):
+        del self.members[name]
+        self.dismiss(name)
+        self.tell_all()
+
+    def tell_all(self):
+        for name in self.members:
+            self.tell(name, Fleet("disaggregated", tuple(self.members.values())))
+
+    def of(self, kind, request="r"):
+        return [message for _, message in self.got if isinstance(message, kind) and message.request == request]
+
+
+class Engine:
+    """An engine's share of an arena: lends what it has computed, or reads what it is lent."""
+
+    def __init__(self, arena, slot, clock, num_extents=0):
+        self.arena, self.clock = arena, clock
+        self.pool = BlockPool()
+        for extent in [e for e in range(arena.num_extents) if arena.extent_owner(e) is None][:num_extents]:
+            arena.set_extent_owner(extent, slot)
+            self.pool.add_extent(arena.blocks_of_extent(extent))
+        self.loans = Loans(self.pool, arena.leases(), slot, 1, 30.0)
+
+    def compute(self, tokens):
+        """Return blocks that hold what the tokens determine."""
+        blocks = self.pool.allocate(LAYOUT.num_blocks(len(tokens)))
+        for i, block in enumerate(blocks):
+            seed = [len(tokens[: (i + 1) * BLOCK]), *tokens[: (i + 1) * BLOCK]]
+            self.arena.payload()[block] = np.random.default_rng(seed).integers(0, 256, LAYOUT.block_bytes, np.uint8)
+        return blocks
+
+    def lend(self, blocks, start=0, request="r", attempt=1, owner="n0/prefill-0"):
+        return Segment(owner, self.loans.lend((request, attempt), blocks, self.clock()), start, tuple(blocks))
+
+
+class Node:
+    def __init__(self, migrator, arena):
+        self.migrator, self.arena, self.mover = migrator, arena, migrator.mover
+        self.prefill = Engine(arena, PREFILL, migrator.clock, NUM_EXTENTS // 2)
+        self.decode = Engine(arena, DECODE, migrator.clock)
+
+    @property
+    def name(self):
+        return self.migrator.spec.name
+
+    @property
+    def port(self):
+        return self.mover.port
+
+
+class World:
+    """Nodes, their migrators connected, and requests on their way from the first to the second."""
+
+    def __init__(self, hub, nodes, until):
+        self.hub, self.nodes, self.until = hub, nodes, until
+        self.blocks = {}  # what each request's prefill computed
+        self.tokens = {}
+        self.alive = list(nodes)
+
+    def __getitem__(self, index):
+        return self.nodes[index]
+
+    def handle(self, num_tokens=100, request="r", attempt=1, family=7):
+        prefill = self[0].prefill
+        tokens = self.tokens[request] = [family] * (num_tokens - 1) + [int.from_bytes(request.encode()) % 99]
+        self.blocks[request] = prefill.compute(tokens)
+        segment = prefill.lend(self.blocks[request], request=request, attempt=attempt)
+        return KVHandle("n0", "n0/prefill-0", LAYOUT.fingerprint, (segment,), num_tokens)
+
+    def digests(self, request="r"):
+        tokens = self.tokens[request]
+        return tuple(chain(tokens[: (len(tokens) - 1) // BLOCK * BLOCK], BLOCK, KEY))
+
+    def migrate(self, handle, request="r", attempt=1, target=1, **fields):
+        message = Migrate(request, attempt, handle, self[target].name, self.digests(request), **fields)
+        assert self.hub.tell(self[0].name, message)
+
+    async def announce(self, blocks, num_tokens, target=1, start=0, request="r"):
+        """Say that the first blocks of a prompt are final, as a prefill does."""
+        segment = self[0].prefill.lend(blocks, start, request)
+        sender = self[0].migrator.spec.member(1)
+        sender = msgspec.structs.replace(sender, name="n0/prefill-0", role="prefill")
+        message = Announce(request, 1, self[target].name, segment, num_tokens, self.digests(request))
+        self[0].migrator._handle(sender, message)
+
+    async def arrives(self, request="r", node=1):
+        """Wait for a sequence, and hold that every byte of it is right."""
+        await self.until(lambda: self.hub.of(Migrated, request), lambda: f"{self.hub.got}")
+        (message,) = self.hub.of(Migrated, request)
+        self.holds_right_bytes(message.handle, request, node)
+        return message
+
+    def holds_right_bytes(self, handle, request="r", node=1):
+        (segment,) = handle.segments
+        assert (handle.owner, handle.num_tokens) == (self[node].name, len(self.tokens[request]))
+        assert self[node].decode.loans.borrow(segment.lease, self[node].migrator.clock()) == segment.blocks
+        theirs, ours = self[0].arena.payload(), self[node].arena.payload()
+        assert np.array_equal(ours[list(segment.blocks)], theirs[self.blocks[request]])
+        self[node].decode.loans.give_back(segment.lease)
+
+    async def strands(self, reason="", request="r"):
+        await self.until(lambda: self.hub.of(Stranded, request), lambda: f"{self.hub.got}")
+        (message,) = self.hub.of(Stranded, request)
+        assert reason in message.reason
+        return message
+
+    def release(self, request="r", attempt=1):
+        for node in self.alive:
+            self.hub.tell(node.name, Release(request, attempt))
+        self[0].prefill.loans.revoke((request, attempt))
+        self[0].prefill.pool.free(self.blocks.pop(request))
+
+    async def stop(self, index):
+        """End a migrator, and let everybody know."""
+        node = self[index]
+        self.alive.remove(node)
+        node.migrator.stop()
+        await self.until(lambda: node.name not in node.migrator.fleet.members and node.migrator.state == "stopping")
+        self.hub.lose(node.name)
+
+    async def all_is_back(self):
+        """Hold that nothing is held for anybody, on every node that lives."""
+
+        def is_back():
+            now = self[0].migrator.clock()
+            for node in self.nodes:
+                node.prefill.loans.sweep(now)
+            self.check()
+            return not any(map(self.held, self.alive)) and not self[0].prefill.loans.live()
+
+        await self.until(is_back, lambda: f"{[*map(self.held, self.alive)]} {self[0].prefill.loans.live()}")
+
+    def check(self):
+        for node in self.alive:
+            node.mover.check()
+            node.prefill.loans.check()
+            node.prefill.pool.check()
+            blocks = node.mover.pool.account()
+            assert blocks.total == blocks.free + blocks.cached + blocks.used + blocks.leased_out
+            assert 0 <= node.mover.inbound.num_reserved <= node.mover.pool.num_available
+
+    @staticmethod
+    def held(node):
+        """Return what a migrator still holds."""
+        mover, blocks = node.mover, node.mover.pool.account()
+        counts = {
+            "reserved": mover.inbound.num_reserved, "used": blocks.used, "lent": blocks.leased_out,
+            "keys": (*mover.inbound.keys, *mover.outbound.keys), "queue": len(mover.outbound.queue),
+            "borrowed": mover.loans.borrowed, "live": mover.loans.live(),
+        }  # fmt: skip
+        return {name: count for name, count in counts.items() if count}
+
+
+@pytest.fixture
+def world_of(make_spec, living, until, monkeypatch):
+    """Make nodes whose migrators know each other: `world_of(2, kv={"damage_every": 3})`."""
+    monkeypatch.setattr("pdactors.actors.mover.open_port", lambda *_, **__: Port())
+
+    @asynccontextmanager
+    async def world_of(num_nodes=2, *, kv=None, **router) -> AsyncIterator[World]:
+        async with AsyncExitStack() as opened:
+            hub = Hub(make_spec("router", **router), InprocTransport())
+            nodes = []
+            for i in range(num_nodes):
+                arena = opened.enter_context(
+                    Arena.create(
+                        LAYOUT,
+                        EXTENT_BLOCKS * NUM_EXTENTS,
+                        extent_blocks=EXTENT_BLOCKS,
+                        num_slots=3,
+                        leases_per_slot=16,
+                        max_lease_blocks=40,
+                    )
+                )
+                spec = make_spec(
+                    "migrator", f"n{i}/migrator", node=f"n{i}", slot=MIGRATOR, arena=arena.fileno(), **router
+                )
+                config = msgspec.structs.replace(
+                    spec.config, kv=KVSection(**(kv or {})), node=tuple(NodeSection(f"n{j}") for j in range(num_nodes))
+                )
+                model = msgspec.structs.replace(spec.model, max_model_len=MAX_TOKENS)
+                spec = msgspec.structs.replace(spec, config=config, model=model, host=f"127.0.0.{i + 1}")
+                migrator = Migrator(spec, InprocTransport())
+                opened.callback(migrator.arena.close)
+                nodes.append(Node(migrator, arena))
+            model = msgspec.structs.replace(hub.spec.model, max_model_len=MAX_TOKENS)
+            hub.spec = msgspec.structs.replace(hub.spec, model=model)
+            await opened.enter_async_context(living(hub, *(node.migrator for node in nodes)))
+            world = World(hub, nodes, until)
+            names = [node.name for node in nodes]
+            await until(lambda: all(node.migrator.state == "ready" for node in nodes))
+            await until(lambda: all(node.mover.can_reach(name) for node in nodes for name in names))
+            yield world
+            world.check()
+
+    return world_of
+
+
+# ---- A migration --------
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 100, 128, 129, MAX_TOKENS])
+async def test_a_sequence_arrives_whole_and_everything_is_given_back(world_of, num_tokens):
+    async with world_of() as world:
+        world.migrate(world.handle(num_tokens))
+        message = await world.arrives()
+        assert message.num_bytes == LAYOUT.num_blocks(num_tokens) * LAYOUT.block_bytes
+        assert world[0].mover.num_moved == 1
+        world.release()
+        await world.all_is_back()
+
+
+async def test_the_source_lets_go_once_all_has_arrived(world_of, until):
+    """I3: and not before."""
+    async with world_of() as world:
+        world[1].port.holds = payloads
+        world.migrate(world.handle())
+        await until(lambda: world[1].port.held)
+        world[0].prefill.loans.sweep(world[0].migrator.clock())
+        (lease,) = world[0].prefill.loans.live()
+        assert lease.holder_slot == MIGRATOR
+        world[1].port.let_go()
+        await world.arrives()
+        await until(lambda: world[0].prefill.loans.sweep(world[0].migrator.clock()))
+        assert not world[0].mover.loans.borrowed
+
+
+async def test_what_has_arrived_once_is_not_sent_again(world_of):
+    async with world_of() as world:
+        world.migrate(world.handle(100, "a"), "a")
+        first = await world.arrives("a")
+        world.release("a")
+        await world.all_is_back()
+        world.migrate(world.handle(200, "b"), "b")
+        second = await world.arrives("b")
+        shared = 99 // BLOCK
+        assert first.num_bytes == LAYOUT.num_blocks(100) * LAYOUT.block_bytes
+        assert second.num_bytes == (LAYOUT.num_blocks(200) - shared) * LAYOUT.block_bytes
+        world.release("b")
+        await world.all_is_back()
+        added = {digest for _, m in world.hub.got if isinstance(m, CacheChanged) for digest in m.added}
+        assert {*world.digests("a"), *world.digests("b")} <= added
+
+
+async def test_what_has_arrived_can_be_lent_to_a_prefill_there(world_of, until):
+    async with world_of() as world:
+        world.migrate(world.handle(100, "a"), "a")
+        await world.arrives("a")
+        world.release("a")
+        world.hub.tell(world[1].name, Pin("b", 1, 0, world.digests("a")))
+        await until(lambda: world.hub.of(Pinned, "b"))
+        (pinned,) = world.hub.of(Pinned, "b")
+        blocks = list(pinned.segment.blocks)
+        assert len(blocks) == 12
+        world.handle(100, "b")
+        ours, theirs = world[1].arena.payload()[blocks], world[0].arena.payload()[world.blocks["b"][:12]]
+        assert np.array_equal(ours, theirs)
+        world.release("b")
+        await world.all_is_back()
+
+
+async def test_many_at_once_all_arrive(world_of):
+    async with world_of() as world:
+        for i in range(6):
+            world.migrate(world.handle(30 + i, f"r{i}", family=i), f"r{i}", priority=["batch", "interactive"][i % 2])
+        for i in range(6):
+            await world.arrives(f"r{i}")
+            world.release(f"r{i}")
+        await world.all_is_back()
+
+
+# ---- Sent ahead --------
+
+
+async def test_what_is_announced_is_there_before_the_rest_is_known(world_of, until):
+    async with world_of() as world:
+        handle = world.handle(100)
+        await world.announce(world.blocks["r"][:4], 100)
+        await until(lambda: world[1].port.num_payloads == 1)
+        await world.announce(world.blocks["r"][4:8], 100, start=4)
+        await until(lambda: world[1].port.num_payloads == 2)
+        await asyncio.sleep(0.02)
+        assert not world.hub.of(Migrated)
+        world.migrate(handle)
+        await world.arrives()
+        assert world[1].port.num_payloads == 3
+        world.release()
+        await world.all_is_back()
+
+
+async def test_what_was_announced_for_one_node_may_go_to_another(world_of, until):
+    async with world_of(3) as world:
+        handle = world.handle(100)
+        await world.announce(world.blocks["r"][:4], 100)
+        await until(lambda: world[1].port.num_payloads == 1)
+        world.migrate(handle, target=2)
+        assert (await world.arrives(node=2)).handle.node == "n2"
+        await until(lambda: not World.held(world[1]))
+        world.release()
+        await world.all_is_back()
+
+
+async def test_what_was_announced_and_never_handed_over_is_given_back(world_of, until):
+    async with world_of() as world:
+        world.handle(100)
+        await world.announce(world.blocks["r"][:4], 100)
+        await until(lambda: world[1].port.num_payloads == 1)
+        world.release()
+        await world.all_is_back()
+
+
+# ---- A bad wire --------
+
+
+async def test_a_damaged_byte_is_caught_and_sent_again(world_of):
+    async with world_of() as world:
+        spoiled = []
+        world[1].port.spoils = lambda tag: payloads(tag) and not spoiled and not spoiled.append(tag)
+        world.migrate(world.handle(100))
+        message = await world.arrives()
+        assert world[1].port.num_payloads == 2
+        assert spoiled
+        assert message.num_bytes == LAYOUT.num_blocks(100) * LAYOUT.block_bytes
+        world.release()
+        await world.all_is_back()
+
+
+async def test_the_fault_that_is_asked_for_is_caught_too(world_of):
+    async with world_of(kv={"damage_every": 2}) as world:
+        world.migrate(world.handle(MAX_TOKENS))
+        await world.arrives()
+        assert world[1].port.num_payloads > 3
+        world.release()
+        await world.all_is_back()
+
+
+async def test_what_is_damaged_again_and_again_is_given_up(world_of):
+    async with world_of(kv={"damage_every": 1}) as world:
+        world.migrate(world.handle(MAX_TOKENS))
+        await world.strands("failed 4 times: checksum")
+        assert not world.hub.of(Migrated)
+        await asyncio.sleep(0.02)
+        world.release()
+        await world.all_is_back()
+
+
+async def test_without_checksums_nothing_is_looked_at(world_of):
+    async with world_of(kv={"checksum": False}) as world:
+        world.migrate(world.handle(100))
+        await world.arrives()
+        world.release()
+        await world.all_is_back()
+
+
+async def test_a_wrong_header_drops_the_connection_and_a_new_one_serves(world_of):
+    async with world_of() as world:
+        spoiled = []
+        world[1].port.spoils = lambda tag: headers(tag) and not spoiled and not spoiled.append(tag)
+        world.migrate(world.handle(MAX_TOKENS))
+        await world.strands("n1/migrator was lost: it has a new data port, or connects anew")
+        assert not world.hub.of(Migrated)
+        await world.until(lambda: world[0].mover.can_reach(world[1].name))
+        world.release()
+        await world.all_is_back()
+        world.migrate(world.handle(100, "again"), "again")
+        await world.arrives("again")
+        world.release("again")
+        await world.all_is_back()
+
+
+# ---- Endings on the way --------
+
+
+@pytest.mark.parametrize("holds", [headers, payloads])
+async def test_a_cancel_in_mid_transfer_gives_all_back(world_of, until, holds):
+    async with world_of() as world:
+        world[1].port.holds = holds
+        world.migrate(world.handle(MAX_TOKENS, "a"), "a")
+        await until(lambda: len({tag for _, tag in world[1].port.held}) >= min(MAX_IN_FLIGHT, 3))
+        world.release("a")
+        world[1].port.let_go()
+        await world.all_is_back()
+        assert not world.hub.of(Migrated, "a")
+        world.migrate(world.handle(50, "b"), "b")
+        await world.arrives("b")
+
+
+async def test_blocks_that_may_still_be_written_are_not_used_for_anything(world_of, until):
+    """I2: they are quarantined until their transfer has ended."""
+    async with world_of() as world:
+        world[1].port.holds = payloads
+        world.migrate(world.handle(MAX_TOKENS, "a"), "a")
+        await until(lambda: len(world[1].port.held) >= 1)
+        landing = [b for each in world[1].mover.inbound._landing for b in each.blocks]
+        world.release("a")
+        await until(lambda: not world[1].mover.inbound._coming)
+        free = world[1].mover.pool.allocate(world[1].mover.pool.num_available)
+        assert set(free).isdisjoint(landing)
+        world[1].mover.pool.free(free)
+        world[1].port.let_go()
+        await world.all_is_back()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("step", ["offered", "granted", "landing"])
+async def test_a_migrator_that_is_lost_on_the_way_leaves_nothing_behind(world_of, until, lost, step):
+    async with world_of() as world:
+        port, inbound = world[1].port, world[1].mover.inbound
+        port.holds = {"offered": lambda tag: False, "granted": headers, "landing": payloads}[step]
+        if step == "offered":
+            world[1].mover.inbound.serve = lambda: None
+        world.migrate(world.handle(MAX_TOKENS))
+        await until(lambda: inbound.keys and (step == "offered" or port.held))
+        await world.stop(lost)
+        if lost == 1:
+            await world.strands("n1/migrator was lost")
+            world.release()
+            await world.all_is_back()
+        else:
+            await until(lambda: not World.held(world[1]), lambda: f"{World.held(world[1])}")
+            world.check()
+        assert not world.hub.of(Migrated)
+
+
+async def test_a_peer_that_falls_silent_is_given_up_and_taken_back(world_of, until):
+    async with world_of(dead_after_ms=200) as world:
+        world[1].port.holds = payloads
+        world.migrate(world.handle(MAX_TOKENS, "a"), "a")
+        await until(lambda: world[1].port.held)
+        world[1].migrator.state = "starting"  # so it gives no sign of life
+        await world.strands("n1/migrator was lost: silent for 200 ms", "a")
+        world.release("a")
+        world[1].migrator.state = "ready"
+        await until(lambda: world[0].mover.can_reach(world[1].name) and world[1].mover.can_reach(world[0].name))
+        world[1].port.let_go()
+        await world.all_is_back()
+        world.migrate(world.handle(50, "b"), "b")
+        await world.arrives("b")
+        world.release("b")
+        await world.all_is_back()
+
+
+async def test_what_is_overdue_is_sent_no_further_and_others_go_on(world_of, until):
+    async with world_of() as world:
+        world[1].port.holds = payloads
+        world.migrate(world.handle(MAX_TOKENS, "a"), "a", deadline_s=world[0].migrator.clock() + 0.2)
+        await until(lambda: len(world[1].port.held) >= MAX_IN_FLIGHT)
+        world.migrate(world.handle(60, "b", family=1), "b", priority="batch")
+        await world.strands("deadline", "a")
+        world[1].port.let_go()
+        await world.arrives("b")
+        for name in "ab":
+            world.release(name)
+        await world.all_is_back()
+
+
+async def test_kv_that_its_owner_took_back_is_not_sent_as_what_it_was(world_of, until):
+    async with world_of() as world:
+        world[1].port.holds = headers
+        handle = world.handle(MAX_TOKENS)
+        lease = handle.segments[0].lease
+        world[1].mover.inbound.serve, serve = lambda: None, world[1].mover.inbound.serve
+        world.migrate(handle)
+        await until(lambda: world[0].mover.loans.borrowed)
+        world[0].arena.leases().closing[lease.index] = lease.generation  # as its owner does when it expires
+        world[1].mover.inbound.serve = serve
+        await world.strands("the KV was taken back")
+        world[1].port.let_go()
+        world.release()
+        await asyncio.sleep(0.05)
+        assert not world.hub.of(Migrated)
+
+
+# ---- Room --------
+
+
+async def test_an_offer_waits_for_room_and_goes_when_there_is_some(world_of, until):
+    async with world_of() as world:
+        arena, migrator = world[1].arena, world[1].migrator
+        taken = [e for e in range(NUM_EXTENTS) if arena.extent_owner(e) is None]
+        for extent in taken:
+            arena.set_extent_owner(extent, DECODE)
+        world.migrate(world.handle(MAX_TOKENS))
+        await until(lambda: world[1].mover.inbound.blocks_lacking)
+        await asyncio.sleep(0.05)
+        assert not world.hub.of(Migrated)
+        assert world[1].port.num_payloads == 0  # nothing is sent that cannot be stored
+        for extent in taken:
+            arena.set_extent_owner(extent, None)
+        migrator._serve()
+        await world.arrives()
+        world.release()
+        await world.all_is_back()
+
+
+async def test_an_offer_that_waits_can_be_cancelled(world_of, until):
+    async with world_of() as world:
+        for extent in [e for e in range(NUM_EXTENTS) if world[1].arena.extent_owner(e) is None]:
+            world[1].arena.set_extent_owner(extent, DECODE)
+        world.migrate(world.handle(MAX_TOKENS))
+        await until(lambda: world[1].mover.inbound.blocks_lacking)
+        world.release()
+        await world.all_is_back()
+
+
+async def test_what_is_cached_makes_room_for_what_comes(world_of):
+    async with world_of() as world:
+        for i in range(4):  # 64 blocks hold one and a half of them
+            world.migrate(world.handle(MAX_TOKENS, f"r{i}", family=i), f"r{i}")
+            await world.arrives(f"r{i}")
+            world.release(f"r{i}")
+            await world.all_is_back()
+
+
+# ---- Refusals --------
+
+
+async def test_kv_of_another_layout_is_refused_with_both_values(world_of):
+    async with world_of() as world:
+        handle = msgspec.structs.replace(world.handle(), layout="f" * 16)
+        world.migrate(handle)
+        message = await world.strands("KV layout")
+        assert "f" * 16 in message.reason
+        assert LAYOUT.fingerprint in message.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"layout": "f" * 16}, f"KV layout: theirs is {'f' * 16}, ours is {LAYOUT.fingerprint}"),
+        ({"num_tokens": 0}, "0 tokens; model.max_model_len is 320"),
+        ({"num_tokens": MAX_TOKENS + 1}, "321 tokens; model.max_model_len is 320"),
+        ({"digests": (b"x",) * 2}, "2 digests of 2 blocks"),
+    ],
+)
+async def test_an_offer_that_cannot_be_right_is_refused(world_of, until, changes, reason):
+    async with world_of() as world:
+        got = []
+        world[0].mover.outbound.abandoned = lambda _, message: got.append(message.reason)
+        world[0].mover.tell(world[1].name, Offer(**{"request": "x", "attempt": 1, "layout": LAYOUT.fingerprint,
+                                                     "num_tokens": 9, "digests": (), **changes}))  # fmt: skip
+        await until(lambda: got)
+        assert got == [reason]
+
+
+async def test_a_handle_that_names_too_few_blocks_is_refused(world_of):
+    async with world_of() as world:
+        handle = world.handle(100)
+        segment = msgspec.structs.replace(handle.segments[0], blocks=handle.segments[0].blocks[:-1])
+        world.migrate(msgspec.structs.replace(handle, segments=(segment,)))
+        await world.strands("12 blocks are named for 100 tokens")
+        world.release()
+        await world.all_is_back()
+
+
+async def test_a_handle_whose_lease_names_other_blocks_is_refused(world_of):
+    async with world_of() as world:
+        handle = world.handle(16)
+        segment = msgspec.structs.replace(handle.segments[0], blocks=(60, 61))
+        world.migrate(msgspec.structs.replace(handle, segments=(segment,)))
+        await world.strands("names other blocks than the message")
+        world.release()
+        await world.all_is_back()
+
+
+async def test_a_lease_that_has_ended_is_refused(world_of):
+    async with world_of() as world:
+        handle = world.handle(16)
+        world[0].prefill.loans.revoke(("r", 1))
+        world.migrate(handle)
+        await world.strands("was revoked")
+        world.release()
+        await world.all_is_back()
+
+
+async def test_a_migrator_that_is_not_there_cannot_be_reached(world_of):
+    async with world_of() as world:
+        await world.stop(1)
+        await world.until(lambda: not world[0].mover.can_reach("n1/migrator"))
+        world.migrate(world.handle())
+        await world.strands("n1/migrator cannot be reached")
+        world.release()
+        await world.all_is_back()
