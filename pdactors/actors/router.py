@@ -48,9 +48,10 @@ from pdactors.messages import (
     Surveyed,
 )
 from pdactors.policy.admission import Limits
-from pdactors.policy.dispatch import Dispatcher, Order
+from pdactors.policy.dispatch import Dispatcher
 from pdactors.policy.liveness import Liveness
 from pdactors.policy.scaling import Crew
+from pdactors.policy.tasks import Order
 from pdactors.transport import Peer, Transport
 
 SURVEY_TIMEOUT_S = 1.0
