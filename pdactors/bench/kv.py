@@ -1,18 +1,22 @@
-"""What handing a sequence's KV from prefill to decode costs, beside what copying it would."""
+"""What bringing a sequence's KV from prefill to decode costs by each way, beside the limit of that way."""
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
+import msgspec
 import numpy as np
 from msgspec import Struct
 
 from pdactors.actors import blueprint
+from pdactors.bench import wire
+from pdactors.bench.codecs import CodecResult, bench_codecs
 from pdactors.bench.free_ports import free_ports
 from pdactors.client import Client, Generation, launch
 from pdactors.config.cluster import ClusterConfig
@@ -26,13 +30,16 @@ from pdactors.kv.layout import KVLayout
 LENGTHS = (64, 3000)  # tokens of the short and of the long prompt
 MAX_TOKENS = 2  # one by prefill, one by decode
 NUM_COPIES = 9
+Part = Literal["lease", "ucx", "codecs"]
+PARTS: tuple[Part, ...] = get_args(Part)
 
 
 class PathResult(Struct, frozen=True):
     """One way that KV takes from prefill to decode. Keys of the dicts are prompt lengths in tokens.
 
-    `gb_s` is the KV of the longest prompt over its hand-over, whether or not anything moved; `limit_gb_s` is what a
-    plain memcpy of it reached in the same run, and `ratio` the first over the second.
+    Of the lease, `gb_s` is the KV of the longest prompt over its hand-over, though hardly anything moves; its limit is
+    a plain memcpy of it. Of `ucx` it is what the data port carries in blocks; its limit is a raw socket. Both limits
+    are of the same run, and `ratio` is `gb_s` over the limit. `ucx namespaces` is measured without a cluster.
     """
 
     gb_s: float
@@ -42,6 +49,8 @@ class PathResult(Struct, frozen=True):
     us_per_handover: dict[str, float]  # medians
     p90_us: dict[str, float]
     difference_us: float  # of the medians, longest prompt less shortest
+    cpu_ratio: float | None = None  # CPU time of both ends over that of the raw socket's
+    idle_cpu: float | None = None  # of a core, while nothing moves
 
 
 class Reference(Struct, frozen=True):
@@ -62,6 +71,7 @@ class KVBench(Struct, frozen=True):
     rounds: int
     paths: dict[str, PathResult]
     memcpy: dict[str, Reference]
+    codecs: dict[str, CodecResult] = {}
 
 
 class Generator(Protocol):
@@ -71,9 +81,18 @@ class Generator(Protocol):
 
 
 def bench_kv(
-    file: Path | None, *, sets: Sequence[str] = (), rounds: int = 30, seed: int = 1, progress: Progress = silent
+    file: Path | None,
+    *,
+    sets: Sequence[str] = (),
+    parts: Collection[Part] = PARTS,
+    rounds: int = 30,
+    seed: int = 1,
+    progress: Progress = silent,
 ) -> KVBench:
     """Start the cluster of the file on free ports and hand over `rounds` prompts of each length, one at a time.
+
+    Of `parts`: `lease` and `ucx` do so by that way, and `ucx` measures the wire itself, on loopback and, as root,
+    between network namespaces; `codecs` measures speed and loss of each, which takes minutes.
 
     Raises:
         ConfigError: the file is wrong, has no prefill apart from decode, or no room for the long prompt.
@@ -85,33 +104,68 @@ def bench_kv(
     folder = store.resolve(config.model.path, fetch=True, progress=progress)
     shape = ModelShape.read(folder)
     layout = blueprint.plan_arena(config, config.node[0], shape).layout
-    progress("start", 0, 0)
-    with (
-        launch(file, sets=[*sets, *free_ports(config)]) as cluster,
-        Client(cluster.zmq, token=config.security.client_token()) as client,
-    ):
-        times = hand_over(client, rounds=rounds, vocab_size=shape.vocab_size, seed=seed, progress=progress)
+    times: dict[str, dict[int, list[float]]] = {}
+    for path in [path for path in ("lease", "ucx") if path in parts]:
+        progress(f"{path}: start", 0, 0)
+        with (
+            launch(file, sets=[*sets, f"kv.transport={path}", *free_ports(config)]) as cluster,
+            Client(cluster.zmq, token=config.security.client_token()) as client,
+        ):
+            times[path] = hand_over(
+                client, path=path, rounds=rounds, vocab_size=shape.vocab_size, seed=seed, progress=progress
+            )
     memcpy = {"block": copy_reference(layout.block_bytes), "kv": copy_reference(_kv_bytes(layout, max(LENGTHS)))}
+    paths = {"lease": summarise(times["lease"], layout, memcpy["kv"].gb_s)} if "lease" in times else {}
+    if "ucx" in times:
+        progress("wire", 0, 0)
+        paths |= _over_the_wire(layout, times["ucx"])
+    codecs = {}
+    if "codecs" in parts:
+        codecs = bench_codecs(config.model.path, dtype=config.model.dtype, progress=progress).codecs
     return KVBench(
         model=config.model.path,
         dtype=config.model.dtype,
         block_tokens=layout.block_tokens,
         block_bytes=layout.block_bytes,
         rounds=rounds,
-        paths={"lease": summarise(times, layout, memcpy["kv"].gb_s)},
+        paths=paths,
         memcpy=memcpy,
+        codecs=codecs,
+    )
+
+
+def _over_the_wire(layout: KVLayout, times: Mapping[int, Sequence[float]]) -> dict[str, PathResult]:
+    """Hold hand-overs by UCX against a raw socket; add the wire between two network namespaces where there can be."""
+    found = {"ucx": _of_wire(wire.compare(block_bytes=layout.block_bytes), summarise(times, layout, 1.0))}
+    moved = {str(length): _kv_bytes(layout, length) for length in times}
+    found["ucx"] = msgspec.structs.replace(found["ucx"], bytes_copied=moved)
+    if os.geteuid() == 0:
+        with wire.namespaces() as sides:
+            result = wire.compare(sides, block_bytes=layout.block_bytes)
+        found["ucx namespaces"] = _of_wire(result, PathResult(0.0, 0.0, 0.0, {}, {}, {}, 0.0))
+    return found
+
+
+def _of_wire(result: wire.WireResult, handovers: PathResult) -> PathResult:
+    return msgspec.structs.replace(
+        handovers,
+        gb_s=result.gb_s,
+        limit_gb_s=result.limit_gb_s,
+        ratio=result.ratio,
+        cpu_ratio=result.cpu_ratio,
+        idle_cpu=result.idle_cpu,
     )
 
 
 def hand_over(
-    client: Generator, *, rounds: int, vocab_size: int, seed: int, progress: Progress = silent
+    client: Generator, *, path: str = "lease", rounds: int, vocab_size: int, seed: int, progress: Progress = silent
 ) -> dict[int, list[float]]:
     """Return the microseconds from the prefill's message to the adoption by decode, by prompt length.
 
     The lengths take turns, and each prompt is new, so that no cache helps. A first round is not counted.
 
     Raises:
-        PDError: a prompt was not handed over whole, or by another path than the lease.
+        PDError: a prompt was not handed over whole, or by another path.
     """
     rng = random.Random(seed)  # noqa: S311 - nothing secret
     times: dict[int, list[float]] = {length: [] for length in LENGTHS}
@@ -120,10 +174,10 @@ def hand_over(
         for length in LENGTHS:
             prompt = tuple(rng.randrange(vocab_size) for _ in range(length))
             answer = client.generate(prompt_token_ids=prompt, max_tokens=MAX_TOKENS, ignore_eos=True)
-            if answer.path != "lease" or answer.usage.cached_tokens:
+            if answer.path != path or answer.usage.cached_tokens:
                 raise PDError(
                     f"a prompt of {length} tokens went by path {answer.path!r} with {answer.usage.cached_tokens} tokens"
-                    f" cached; expected path 'lease' with none"
+                    f" cached; expected path {path!r} with none"
                 )
             if done:
                 times[length].append(answer.timing.migration_ms * 1000)

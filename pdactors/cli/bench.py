@@ -12,7 +12,7 @@ from pdactors.cli.options import config_options
 
 if TYPE_CHECKING:
     from pdactors.bench.engine import DecodeCost, EngineBench, PrefillCost
-    from pdactors.bench.kv import KVBench
+    from pdactors.bench.kv import KVBench, Part
     from pdactors.engine.shape import ModelDtype
 
 
@@ -30,16 +30,22 @@ command.add_command(serve)
     "--rounds", type=click.IntRange(1, 10_000), default=30, show_default=True, help="Hand-overs of each length."
 )
 @click.option("--seed", type=int, default=1, show_default=True, help="Of the prompts.")
+@click.option(
+    "--only", multiple=True, type=click.Choice(["lease", "ucx", "codecs"]), help="Measure this part; may be repeated."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def kv(file: Path | None, sets: tuple[str, ...], rounds: int, seed: int, as_json: bool) -> None:
-    """Start the cluster of FILE and time how KV gets from prefill to decode, short and long prompts in turn."""
+def kv(file: Path | None, sets: tuple[str, ...], rounds: int, seed: int, only: tuple[Part, ...], as_json: bool) -> None:
+    """Start the cluster of FILE and time how KV gets from prefill to decode, short and long prompts in turn.
+
+    By lease and by UCX, each beside its limit; and what the codecs cost and lose.
+    """
     import msgspec
 
-    from pdactors.bench.kv import bench_kv
+    from pdactors.bench.kv import PARTS, bench_kv
     from pdactors.engine.store import progress_bar
 
     with progress_bar() as progress:
-        found = bench_kv(file, sets=sets, rounds=rounds, seed=seed, progress=progress)
+        found = bench_kv(file, sets=sets, parts=only or PARTS, rounds=rounds, seed=seed, progress=progress)
     if as_json:
         click.echo(msgspec.json.encode(found))
     else:
@@ -105,9 +111,14 @@ def _show(found: KVBench) -> None:
     console = Console()
     console.print(table)
     for name, path in found.paths.items():
+        limit = "memcpy" if name == "lease" else "a raw socket"
+        more = f"{path.difference_us:,.0f} us more for the longest; " if path.us_per_handover else ""
+        cpu = f"; {path.cpu_ratio:.2f} of its CPU time, idle {path.idle_cpu:.2%} of a core" if path.cpu_ratio else ""
         console.print(
-            f"{name}: {path.difference_us:,.0f} us more for the longest; its KV changed hands at {path.gb_s:.1f} GB/s, "
-            f"{path.ratio:.1f} times memcpy ({path.limit_gb_s:.1f} GB/s)"
+            f"{name}: {more}{path.gb_s:.2f} GB/s, {path.ratio:.2f} of {limit} ({path.limit_gb_s:.2f} GB/s){cpu}"
         )
+    for codec, result in found.codecs.items():
+        speed = f"{result.quantise_gb_s} / {result.dequantise_gb_s} GB/s, " if result.quantise_gb_s else ""
+        console.print(f"{codec}: {result.ratio:.3f} of the size, {speed}top-1 {result.top1:.4f}, KL {result.kl:.2e}")
     for what, copy in found.memcpy.items():
         console.print(f"memcpy of one {what}: {copy.size_bytes:,} bytes in {copy.us:,.0f} us, {copy.gb_s:.1f} GB/s")

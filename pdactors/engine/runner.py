@@ -374,12 +374,10 @@ class Engine:
 
     def _index_full_blocks(self, sequence: Sequence) -> None:
         """Make our full blocks findable by what they hold; not after a lossy codec, which is in all that follows."""
-        if sequence.handle is not None and sequence.handle.codec != "none":
-            return
         num_full = sequence.num_stored // self._block_tokens
         if not sequence.saves_kv:
             num_full = min(num_full, len(sequence.prompt) // self._block_tokens)
-        if num_full <= sequence.num_indexed:
+        if num_full <= sequence.num_indexed or sequence.is_lossy:
             return
         self._extend_digests(sequence, num_full)
         for i in range(sequence.num_indexed, num_full):  # none of them is borrowed

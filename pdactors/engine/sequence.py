@@ -58,6 +58,11 @@ class Sequence:
         return {segment.lease for segment in self.segments}
 
     @property
+    def is_lossy(self) -> bool:
+        """Whether it goes on from KV that went through a lossy codec."""
+        return self.handle is not None and self.handle.codec != "none"
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that are known: prompt and generated."""
         return len(self.prompt) + len(self.tokens)

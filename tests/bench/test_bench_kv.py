@@ -95,7 +95,7 @@ def test_a_model_that_is_too_short_is_refused_by_name():
 def run(model, *more):
     sets = {"model.path": model, "model.dtype": "float32", "model.max_model_len": 4096, "kv.memory": "8MiB"}
     arguments = [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
-    return CliRunner().invoke(main, ["bench", "kv", "--rounds", "2", *arguments, *more])
+    return CliRunner().invoke(main, ["bench", "kv", "--only", "lease", "--rounds", "2", *arguments, *more])
 
 
 def test_the_command_measures_a_cluster_of_its_own(tiny_model, home):
