@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -18,7 +19,7 @@ from pdactors.bench import reference
 from pdactors.bench.free_ports import free_ports
 from pdactors.bench.prompts import make_prompts
 from pdactors.bench.reference import Expected, Job
-from pdactors.client import AsyncClient, Client, Cluster, launch
+from pdactors.client import AsyncClient, Client, launch
 from pdactors.config.cluster import ClusterConfig, Mode
 from pdactors.config.load import load
 from pdactors.config.memory import available_bytes
@@ -115,11 +116,13 @@ def verify(
     max_tokens: int = 64,
     concurrency: int = 8,
     seed: int = 1,
+    address: str = "",
     progress: Progress = silent,
 ) -> Verification:
     """Run the reference, then each mode of the cluster file (without `modes`, the file's own) on free ports.
 
-    A mode that fails to start says so in its result; what is known to fail is raised before anything runs.
+    With `address`, the ZeroMQ address of a cluster of that file that runs already, perhaps on several machines, that
+    one is asked instead. A mode that fails to start says so in its result; what is known to fail is raised before.
 
     Raises:
         ConfigError: the cluster file is wrong, or asks for what this version or machine does not have.
@@ -144,7 +147,7 @@ def verify(
     results = {}
     for mode, plan in plans.items():
         progress(f"{mode}: start", 0, 0)
-        start = partial(launch, file, sets=plan)
+        start = partial(_start, file, plan, address)
         results[mode] = _verify_mode(start, token, wanted, questions, partial(progress, mode))
     return Verification(
         model=base.model.path,
@@ -156,6 +159,16 @@ def verify(
         reference_seconds=round(reference_s, 1),
         modes=results,
     )
+
+
+@contextmanager
+def _start(file: Path | None, sets: Sequence[str], address: str) -> Iterator[str]:
+    """Run a cluster, unless one runs at `address`; give its ZeroMQ address."""
+    if address:
+        yield address
+        return
+    with launch(file, sets=sets) as cluster:
+        yield cluster.zmq
 
 
 def _overrides(base: ClusterConfig, mode: Mode, dtype: ModelDtype) -> list[str]:
@@ -200,7 +213,7 @@ class _Reference:
 
 
 def _verify_mode(
-    start: Callable[[], Cluster],
+    start: Callable[[], AbstractContextManager[str]],
     token: str,
     wanted: _Reference,
     questions: Questions,
@@ -208,12 +221,11 @@ def _verify_mode(
 ) -> ModeResult:
     result = ModeResult()
     try:
-        with start() as cluster:
+        with start() as address:
             begin_s = time.monotonic()
-            answers = asyncio.run(ask(cluster.zmq, questions, token=token, progress=progress))
+            answers = asyncio.run(ask(address, questions, token=token, progress=progress))
             result.seconds = round(time.monotonic() - begin_s, 1)
-            with Client(cluster.zmq, token=token) as client:
-                result.preempted = sum(actor["preempted"] for actor in client.status()["actors"])
+            result.preempted = count_preempted(address, token)
     except PDError as error:
         result.error = error.message
         return result
@@ -222,6 +234,12 @@ def _verify_mode(
     for prompt, (expected, answer) in enumerate(zip(wanted.expected, answers, strict=True)):
         result.count(prompt, expected, answer)
     return result
+
+
+def count_preempted(address: str, token: str) -> int:
+    """Return how often sequences gave way to others in the cluster at `address`."""
+    with Client(address, token=token) as client:
+        return sum(actor["preempted"] for actor in client.status()["actors"])
 
 
 async def ask(

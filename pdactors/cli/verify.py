@@ -32,13 +32,18 @@ OWN_OPTIONS = {"cluster.mode": "--modes", "model.dtype": "--dtype"}
     show_default=True,
     help="Of weights and KV, on both sides, whatever FILE says; coarser ones round too much to be equal.",
 )
+@click.option(
+    "--zmq", "address", default="", metavar="ADDRESS", help="Ask the cluster of FILE that runs there instead."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(file: Path | None, sets: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Start the cluster of FILE in each mode and compare its greedy tokens with those of transformers' generate.
 
     Exits 1 on any difference but ties: places where the reference's best logits are so near each other that rounding
-    decides. It takes minutes.
+    decides. It takes minutes. A cluster that runs already must have the --dtype.
     """
+    if options["address"] and len(options["modes"]) > 1:
+        raise click.UsageError("--zmq: a cluster that runs has one mode")
     from pdactors.bench.verify import verify
     from pdactors.engine.store import progress_bar
 
