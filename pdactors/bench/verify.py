@@ -129,7 +129,10 @@ def verify(
         ModelError: the model cannot be had, or transformers cannot run it.
     """
     base = load(file, sets=sets)
-    plans = {mode: [*sets, *_overrides(base, mode, dtype)] for mode in modes or (base.cluster.mode,)}
+    ports = [] if address else free_ports(base)  # on the same hosts, so that it may be running now
+    plans = {
+        mode: [*sets, f"cluster.mode={mode}", f"model.dtype={dtype}", *ports] for mode in modes or (base.cluster.mode,)
+    }
     configs = [load(file, sets=plan) for plan in plans.values()]
     for config in configs:
         blueprint.check_available(config)
@@ -169,11 +172,6 @@ def _start(file: Path | None, sets: Sequence[str], address: str) -> Iterator[str
         return
     with launch(file, sets=sets) as cluster:
         yield cluster.zmq
-
-
-def _overrides(base: ClusterConfig, mode: Mode, dtype: ModelDtype) -> list[str]:
-    """Return the settings that differ from the file's: free ports on the same hosts, so that it may be running now."""
-    return [f"cluster.mode={mode}", f"model.dtype={dtype}", *free_ports(base)]
 
 
 def _check_fit(config: ClusterConfig, shape: ModelShape, max_tokens: int) -> None:
