@@ -129,9 +129,9 @@ def verify(
         ModelError: the model cannot be had, or transformers cannot run it.
     """
     base = load(file, sets=sets)
-    ports = [] if address else free_ports(base)  # on the same hosts, so that it may be running now
     plans = {
-        mode: [*sets, f"cluster.mode={mode}", f"model.dtype={dtype}", *ports] for mode in modes or (base.cluster.mode,)
+        mode: [*sets, *_overrides(base, mode, dtype, is_running=bool(address))]
+        for mode in modes or (base.cluster.mode,)
     }
     configs = [load(file, sets=plan) for plan in plans.values()]
     for config in configs:
@@ -172,6 +172,11 @@ def _start(file: Path | None, sets: Sequence[str], address: str) -> Iterator[str
         return
     with launch(file, sets=sets) as cluster:
         yield cluster.zmq
+
+
+def _overrides(base: ClusterConfig, mode: Mode, dtype: ModelDtype, *, is_running: bool = False) -> list[str]:
+    """Return the settings that differ from the file's: free ports on the same hosts, so that it may be running now."""
+    return [f"cluster.mode={mode}", f"model.dtype={dtype}", *([] if is_running else free_ports(base))]
 
 
 def _check_fit(config: ClusterConfig, shape: ModelShape, max_tokens: int) -> None:
