@@ -91,7 +91,7 @@ class Outbound:
         if leaving is None:
             if not self._mover.can_reach(message.target):
                 return
-            leaving = self._begin(key, message.target, message.num_tokens, message.priority, None, message.digests)
+            leaving = self._begin(key, message.target, message.num_tokens, message.priority, message.digests)
         try:
             self._take(leaving, [message.segment], message.segment.owner)
         except (LeaseLost, Refused) as error:
@@ -112,9 +112,9 @@ class Outbound:
         if not self._mover.can_reach(message.target):
             return self._strand(key, f"{message.target} cannot be reached")
         if leaving is None:
-            leaving = self._begin(
-                key, message.target, handle.num_tokens, message.priority, message.deadline_s, message.digests
-            )
+            leaving = self._begin(key, message.target, handle.num_tokens, message.priority, message.digests)
+        if message.time_left_s is not None:
+            self.queue.set_deadline(key, self._mover.clock() + message.time_left_s)
         try:
             self._take(leaving, handle.segments, handle.owner)
         except (LeaseLost, Refused) as error:
@@ -130,13 +130,12 @@ class Outbound:
         target: str,
         num_tokens: int,
         priority: Priority,
-        deadline_s: float | None,
         digests: tuple[bytes, ...],
     ) -> Leaving:
         mover = self._mover
         leaving = Leaving(key, target, num_tokens, {}, [], [], mover.codec_for(num_tokens), mover.clock())
         self._leaving[key] = leaving
-        self.queue.add(key, target, priority, deadline_s)
+        self.queue.add(key, target, priority, None)
         mover.tell(target, Offer(*key, mover.spec.layout.fingerprint, num_tokens, digests))
         return leaving
 

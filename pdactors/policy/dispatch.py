@@ -223,7 +223,7 @@ class Dispatcher:
         sources = list(self.requests.waiting.values())
         while sources:
             queue = min(sources, key=lambda queue: queue.first.rank)
-            placed = self._place_decode(queue.first)
+            placed = self._place_decode(queue.first, now)
             orders += placed
             if not placed or not queue:
                 sources.remove(queue)
@@ -299,7 +299,7 @@ class Dispatcher:
         there = self.fleet.engines[target].place.node
         return self.fleet.migrators[source.node].name, self.fleet.migrators[there].name
 
-    def _place_decode(self, request: Request) -> list[Order]:
+    def _place_decode(self, request: Request, now: float) -> list[Order]:
         done, source = request.prefilled, self.fleet.engines.get(request.prefill)
         if done is None or source is None:
             return []
@@ -314,7 +314,7 @@ class Dispatcher:
         request.movers = self._movers(source.place, decision.target)
         request.holders.update(request.movers)
         self.requests.move(request, Stage.MIGRATING, decision.target)
-        return [Order(request.movers[0], tasks.migrate(request))]
+        return [Order(request.movers[0], tasks.migrate(request, now))]
 
     def _adopt(self, request: Request, target: str, handle: KVHandle, path: Path) -> list[Order]:
         """Have an engine go on with a sequence that it can read."""

@@ -256,7 +256,9 @@ class World:
 
 
 @asynccontextmanager
-async def make_world(make_spec, living, until, num_nodes=2, *, kv=None, extents=NUM_EXTENTS, **router) -> AsyncIterator[World]:
+async def make_world(
+    make_spec, living, until, num_nodes=2, *, kv=None, extents=NUM_EXTENTS, **router
+) -> AsyncIterator[World]:
     """Make nodes whose migrators know each other."""
     async with AsyncExitStack() as opened:
         hub = Hub(make_spec("router", **router), InprocTransport())

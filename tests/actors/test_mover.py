@@ -265,7 +265,7 @@ async def test_a_peer_that_falls_silent_is_given_up_and_taken_back(world_of, unt
 async def test_what_is_overdue_is_sent_no_further_and_others_go_on(world_of, until):
     async with world_of() as world:
         world[1].port.holds = payloads
-        world.migrate(world.handle(MAX_TOKENS, "a"), "a", deadline_s=world[0].migrator.clock() + 0.2)
+        world.migrate(world.handle(MAX_TOKENS, "a"), "a", time_left_s=0.2)
         await until(lambda: len(world[1].port.held) >= MAX_IN_FLIGHT)
         world.migrate(world.handle(60, "b", family=1), "b", priority="batch")
         await world.strands("deadline", "a")

@@ -64,8 +64,8 @@ class Chaos:
             return
         self.open[name] = "migrating"
         priority = self.rng.choice(["interactive", "batch"])
-        deadline_s = self.world[0].migrator.clock() + 0.05 if self.rng.random() < 0.1 else None
-        self.world.migrate(self.handles[name], name, priority=priority, deadline_s=deadline_s)
+        time_left_s = 0.05 if self.rng.random() < 0.1 else None
+        self.world.migrate(self.handles[name], name, priority=priority, time_left_s=time_left_s)
 
     async def deliver(self) -> None:
         for node in self.world.nodes:
