@@ -551,7 +551,8 @@ class ReturnExtents(Message, frozen=True):
 class Migrate(Message, frozen=True):
     """Router: bring a sequence's KV, which lies on your node, to the migrator `target`, which tells us.
 
-    `digests` are those of the leading full blocks, as far as they are known.
+    `digests` are those of the leading full blocks, as far as they are known; `time_left_s` is told instead of a
+    deadline, since your clock may be another machine's.
     """
 
     request: str
@@ -560,7 +561,7 @@ class Migrate(Message, frozen=True):
     target: str
     digests: tuple[bytes, ...] = ()
     priority: Priority = "interactive"
-    deadline_s: float | None = None
+    time_left_s: float | None = None
 
 
 class Announce(Message, frozen=True):

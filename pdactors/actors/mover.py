@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CODECS: tuple[CodecName, ...] = get_args(CodecName)
-COST_BLOCKS = 16  # that codecs are measured with
+COST_BLOCKS, COST_ROUNDS = 16, 5  # that codecs are measured with
 
 
 class Mover:
@@ -130,7 +130,7 @@ class Mover:
         """Compute beside the loop."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, action, *arguments)
 
-    def codec_for(self, target: str, num_tokens: int, deadline_s: float | None) -> Codec:
+    def codec_for(self, target: str, num_tokens: int, left_s: float | None) -> Codec:
         """Return in which form a sequence's KV goes over the wire."""
         wanted = self.spec.config.kv.compression
         if wanted != "auto":
@@ -139,26 +139,31 @@ class Mover:
             self.spec.layout.num_blocks(num_tokens) * self.spec.layout.block_bytes,
             link_bytes_s=self.outbound.rates[target].bytes_s,
             costs=self._costs,
-            left_s=None if deadline_s is None else deadline_s - self.clock(),
+            left_s=left_s,
         )
 
     def _prepare_codecs(self) -> None:
         """Compile the codecs that may be used, and measure them where they are to be chosen. In the worker thread."""
         layout, wanted = self.spec.layout, self.spec.config.kv.compression
-        blocks = np.zeros((COST_BLOCKS, layout.block_bytes), np.uint8)
         for name in CODECS:
             if wanted in (name, "auto"):
                 prepare(name, layout)
-                frames = np.zeros((COST_BLOCKS, encoded_bytes(name, layout)), np.uint8)
-                began = self.clock()
-                encode(name, layout, blocks, frames)
-                encoded = self.clock()
-                decode(name, layout, frames, blocks)
-                ended = self.clock()
+            if wanted == "auto":
+                blocks = np.ones((COST_BLOCKS, layout.block_bytes), np.uint8)
+                frames = np.ones((COST_BLOCKS, encoded_bytes(name, layout)), np.uint8)
+                quantise_s = self._least(lambda: encode(name, layout, blocks, frames))  # noqa: B023 - called at once
+                dequantise_s = self._least(lambda: decode(name, layout, frames, blocks))  # noqa: B023
                 ratio = encoded_bytes(name, layout) / layout.block_bytes
-                self._costs[name] = CodecCost(
-                    ratio, blocks.nbytes / max(encoded - began, 1e-9), blocks.nbytes / max(ended - encoded, 1e-9)
-                )
+                self._costs[name] = CodecCost(ratio, blocks.nbytes / quantise_s, blocks.nbytes / dequantise_s)
+
+    def _least(self, action: Callable[[], None]) -> float:
+        """Return the least of a few times that an action takes, in seconds: the machine is busy while all start."""
+        times = []
+        for _ in range(COST_ROUNDS):
+            began = self.clock()
+            action()
+            times.append(self.clock() - began)
+        return max(min(times), 1e-9)
 
     def wire_bytes(self, codec: Codec) -> int:
         """Return what a block takes on the wire."""

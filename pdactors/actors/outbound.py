@@ -96,7 +96,7 @@ class Outbound:
         if leaving is None:
             if not self._mover.can_reach(message.target):
                 return
-            leaving = self._begin(key, message.target, message.num_tokens, message.priority, None, message.digests)
+            leaving = self._begin(key, message.target, message.num_tokens, message.priority, message.digests)
         try:
             self._take(leaving, [message.segment], message.segment.owner)
         except (LeaseLost, Refused) as error:
@@ -119,8 +119,10 @@ class Outbound:
             return None
         if leaving is None:
             leaving = self._begin(
-                key, message.target, handle.num_tokens, message.priority, message.deadline_s, message.digests
+                key, message.target, handle.num_tokens, message.priority, message.digests, message.time_left_s
             )
+        if message.time_left_s is not None:
+            self.queue.set_deadline(key, self._mover.clock() + message.time_left_s)
         try:
             self._take(leaving, handle.segments, handle.owner)
         except (LeaseLost, Refused) as error:
@@ -136,15 +138,14 @@ class Outbound:
         target: str,
         num_tokens: int,
         priority: Priority,
-        deadline_s: float | None,
         digests: tuple[bytes, ...],
+        left_s: float | None = None,
     ) -> Leaving:
         mover = self._mover
-        leaving = Leaving(
-            key, target, num_tokens, {}, [], [], mover.codec_for(target, num_tokens, deadline_s), mover.clock()
-        )
+        codec = mover.codec_for(target, num_tokens, left_s)
+        leaving = Leaving(key, target, num_tokens, {}, [], [], codec, mover.clock())
         self._leaving[key] = leaving
-        self.queue.add(key, target, priority, deadline_s)
+        self.queue.add(key, target, priority, None)
         mover.tell(target, Offer(*key, mover.spec.layout.fingerprint, num_tokens, digests, priority))
         return leaving
 

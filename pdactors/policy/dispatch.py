@@ -227,7 +227,7 @@ class Dispatcher:
         sources = list(self.requests.waiting.values())
         while sources:
             queue = min(sources, key=lambda queue: queue.first.rank)
-            placed = self._place_decode(queue.first)
+            placed = self._place_decode(queue.first, now)
             orders += placed
             if not placed or not queue:
                 sources.remove(queue)
@@ -301,7 +301,7 @@ class Dispatcher:
             turn=self._turn,
         )
 
-    def _place_decode(self, request: Request) -> list[Order]:
+    def _place_decode(self, request: Request, now: float) -> list[Order]:
         done, source = request.prefilled, self.fleet.engines.get(request.prefill)
         if done is None or source is None:
             return []
@@ -318,7 +318,7 @@ class Dispatcher:
         request.movers = self.fleet.movers(source.place, decision.target)
         request.holders.update(request.movers)
         self.requests.move(request, Stage.MIGRATING, decision.target)
-        return [Order(request.movers[0], tasks.migrate(request))]
+        return [Order(request.movers[0], tasks.migrate(request, now))]
 
     def _adopt(self, request: Request, target: str, handle: KVHandle) -> list[Order]:
         """Have an engine go on with a sequence that it can read."""

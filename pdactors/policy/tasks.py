@@ -31,13 +31,12 @@ def prefill(request: Request) -> Prefill:
     )
 
 
-def migrate(request: Request) -> Migrate:
+def migrate(request: Request, now: float) -> Migrate:
     """Bring the prompt's KV to the node of the last of `movers`."""
     ask = request.ask
     handle = _done(request).handle
-    return Migrate(
-        ask.request, request.attempt, handle, request.movers[-1], request.digests, ask.priority, ask.deadline_s
-    )
+    time_left_s = None if ask.deadline_s is None else ask.deadline_s - now
+    return Migrate(ask.request, request.attempt, handle, request.movers[-1], request.digests, ask.priority, time_left_s)
 
 
 def decode(request: Request, handle: KVHandle) -> Decode:

@@ -64,6 +64,10 @@ class TransferQueue:
         limit = float("inf") if deadline_s is None else deadline_s
         self._migrations[key] = _Migration(key, link, _RANKS[kind], limit, self._num_added)
 
+    def set_deadline(self, key: Key, deadline_s: float) -> None:
+        """Know by when a migration is of use, which was not known when its first part was announced."""
+        self._migrations[key].deadline_s = deadline_s
+
     def extend(self, key: Key, start: int, stop: int) -> None:
         """Have blocks `start .. stop` of a migration sent."""
         if start < stop:

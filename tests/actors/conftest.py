@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import msgspec
 import pytest
+from moving import Port, make_world
 
 from pdactors.actors.actor import Actor
 from pdactors.actors.router import Router
@@ -241,3 +242,10 @@ def cluster_of(make_spec, fake_peer, living):
             yield cluster
 
     return cluster_of
+
+
+@pytest.fixture
+def world_of(make_spec, living, until, monkeypatch):
+    """Make nodes whose migrators know each other: `world_of(2, kv={"damage_every": 3})`."""
+    monkeypatch.setattr("pdactors.actors.mover.open_port", lambda *_, **__: Port())
+    return partial(make_world, make_spec, living, until)

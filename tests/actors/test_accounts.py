@@ -29,7 +29,7 @@ def test_what_stays_is_a_leak_and_what_is_new_is_not_one_yet():
 
 
 def report(role, load=None, **fields):
-    return Report(f"n0/{role}", role, "n0", "r0", "ready", 1, 1, load or Load(), 0, **fields)
+    return Report(f"n0/{role}", role, "n0", "r0", "ready", 1, 1, load or Load(), **fields)
 
 
 @pytest.mark.parametrize("role", ["prefill", "migrator"])

@@ -88,7 +88,7 @@ def test_kv_that_the_decode_engine_cannot_read_is_moved_to_its_node_first():
     generate(dispatcher, priority="batch", deadline_s=50.0)
     digests = dispatcher.requests["r"].digests
     assert len(digests) == 2
-    assert hand_over(dispatcher) == [Order("m0", Migrate("r", 1, handle("p"), "m1", digests, "batch", 50.0))]
+    assert hand_over(dispatcher) == [Order("m0", Migrate("r", 1, handle("p"), "m1", digests, "batch", 49.0))]
     (order,) = migrated(dispatcher)
     assert order.to == "d"
     assert isinstance(order.message, Decode)

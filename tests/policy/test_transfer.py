@@ -131,6 +131,13 @@ def test_overdue_are_those_whose_deadline_has_passed():
     assert queue.overdue(1e9) == [("a", 1), ("c", 1)]
 
 
+def test_a_deadline_may_be_known_later_than_the_first_part():
+    queue = queue_of(("a", "batch", None, 1), ("b", "batch", None, 1), ("c", "batch", 5.0, 1))
+    queue.set_deadline(("b", 1), 3.0)
+    assert queue.overdue(4.0) == [("b", 1)]
+    assert drain(queue) == ["b", "c", "a"]
+
+
 def test_a_migration_grows_while_it_is_sent_and_is_idle_in_between():
     queue = queue_of(("r", "batch", None, 0))
     assert queue.next(LINK) is None
