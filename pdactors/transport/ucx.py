@@ -46,7 +46,8 @@ def device_of(host: str) -> str:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     except OSError as error:
         raise ConfigError(f"host {host!r}: {error.strerror or error}") from error
-    held = {address.address.partition("%")[0]: name for name, row in psutil.net_if_addrs().items() for address in row}
+    devices: dict[str, list[Any]] = psutil.net_if_addrs()
+    held = {address.address.partition("%")[0]: name for name, row in devices.items() for address in row}
     for address in sorted(found):
         if address in held:
             return held[address]
