@@ -445,6 +445,7 @@ class Decode(Message, frozen=True):
     save_final_kv: bool = True
     path: Path = "lease"  # how the KV came to where the handle says
     path_reason: str = ""  # why not a faster way
+    waited_s: float = 0.0  # since Prefilled, on the router's clock: that of another node's prefill means nothing here
 
 
 class Pin(Message, frozen=True):

@@ -255,7 +255,7 @@ class Mover:
         if message.transport != self.port_name:
             self.log.error("data transports differ", peer=sender.name, theirs=message.transport, ours=self.port_name)
             return
-        self.forget(sender.name, "it has a new data port, or connects anew")
+        self._let_go(sender.name, "it has a new data port, or connects anew")
         self._connect(sender, message)
         self.offer_port(sender.name)
 
@@ -282,11 +282,15 @@ class Mover:
         self.offer_port(name)
 
     def forget(self, name: str, reason: str) -> None:
-        """Let go of a peer, its connection, and what is under way with it."""
+        """Let go of a peer, its connection, and what is under way with it; the next offer tells the peer to do so."""
+        if name in self._peers:
+            self._num_dropped[name] += 1
+            self._let_go(name, reason)
+
+    def _let_go(self, name: str, reason: str) -> None:
         if self._peers.pop(name, None) is None:
             return
         self.log.info("data connection dropped", peer=name, reason=reason)
-        self._num_dropped[name] += 1
         self._liveness.forget(name)
         self.port.disconnect(name)
         self.outbound.peer_lost(name, reason)

@@ -336,7 +336,7 @@ class Router(Actor):
         self._perform(self.dispatcher.prefilled(sender.name, message, self.clock()))
 
     def _on_migrated(self, sender: Member, message: Migrated) -> None:
-        self._perform(self.dispatcher.migrated(sender.name, message))
+        self._perform(self.dispatcher.migrated(sender.name, message, self.clock()))
 
     def _on_stranded(self, sender: Member, message: Stranded) -> None:
         self.log.warning("migration failed", request=message.request, peer=sender.name, reason=message.reason)

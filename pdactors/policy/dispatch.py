@@ -141,16 +141,16 @@ class Dispatcher:
         request = self._current(sender, message)
         if request is None or request.stage != Stage.PREFILLING:
             return self._unwanted(sender, message)
-        request.prefilled = message
+        request.prefilled, request.prefilled_s = message, now
         self.requests.move(request, Stage.WAITING)
         return self._advance(now)
 
-    def migrated(self, sender: str, message: Migrated) -> list[Order]:
+    def migrated(self, sender: str, message: Migrated, now: float) -> list[Order]:
         """The KV is where the decode engine can read it."""
         request = self._migrating(message)
         if request is None or sender != request.movers[-1]:
             return self._unwanted(sender, message)
-        return self._adopt(request, request.decode, message.handle)
+        return self._adopt(request, request.decode, message.handle, now)
 
     def stranded(self, sender: str, message: Stranded, now: float) -> list[Order]:
         """The KV cannot be brought over: compute it again, perhaps elsewhere."""
@@ -314,16 +314,16 @@ class Dispatcher:
             return []
         request.way = way
         if not decision.need_migration:
-            return self._adopt(request, decision.target, done.handle)
+            return self._adopt(request, decision.target, done.handle, now)
         request.movers = self.fleet.movers(source.place, decision.target)
         request.holders.update(request.movers)
         self.requests.move(request, Stage.MIGRATING, decision.target)
         return [Order(request.movers[0], tasks.migrate(request, now))]
 
-    def _adopt(self, request: Request, target: str, handle: KVHandle) -> list[Order]:
+    def _adopt(self, request: Request, target: str, handle: KVHandle, now: float) -> list[Order]:
         """Have an engine go on with a sequence that it can read."""
         self.requests.move(request, Stage.ADOPTING, target)
-        return [Order(target, tasks.decode(request, handle))]
+        return [Order(target, tasks.decode(request, handle, now))]
 
     def _num_readable(self, request: Request, name: str) -> int:
         return self.fleet.num_readable(request.digests, name, self.requests.coming(name))

@@ -57,6 +57,7 @@ class Request:
     decode: str = ""
     planned: str = ""  # the decode engine that was chosen early, since KV has to move there; it keeps a place
     prefilled: Prefilled | None = None
+    prefilled_s: float = 0.0  # when that came
     way: Way = NO_WAY  # how the KV gets to decode
     movers: tuple[str, ...] = ()  # migrators that the KV moves through
     digests: tuple[bytes, ...] = ()  # of the prompt's full blocks that need not be computed where they are cached

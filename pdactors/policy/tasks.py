@@ -39,7 +39,7 @@ def migrate(request: Request, now: float) -> Migrate:
     return Migrate(ask.request, request.attempt, handle, request.movers[-1], request.digests, ask.priority, time_left_s)
 
 
-def decode(request: Request, handle: KVHandle) -> Decode:
+def decode(request: Request, handle: KVHandle, now: float) -> Decode:
     """Go on with a sequence whose KV `handle` names."""
     ask, done = request.ask, _done(request)
     return Decode(
@@ -54,6 +54,7 @@ def decode(request: Request, handle: KVHandle) -> Decode:
         save_final_kv=ask.save_final_kv,
         path=request.way.path,
         path_reason=request.way.why,
+        waited_s=now - request.prefilled_s,
     )
 
 

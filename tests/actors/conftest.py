@@ -16,7 +16,7 @@ from moving import Port, make_world
 from pdactors.actors.actor import Actor
 from pdactors.actors.router import Router
 from pdactors.actors.spec import ActorSpec, Descriptors, ModelSpec
-from pdactors.config.cluster import ClusterConfig, ClusterSection, NodeSection, RouterSection
+from pdactors.config.cluster import ClusterConfig, ClusterSection, KVSection, NodeSection, RouterSection
 from pdactors.kv.layout import KVLayout
 from pdactors.messages import (
     PROTOCOL_VERSION,
@@ -131,6 +131,7 @@ def make_spec(control: str) -> MakeSpec:
         node: str = "n0",
         slot: int = -1,
         mode: str = "disaggregated",
+        transport: str = "auto",
         arena: int = -1,
         num_engines: int = 1,
         **router: object,
@@ -147,6 +148,7 @@ def make_spec(control: str) -> MakeSpec:
             supervisor_pid=1,
             config=ClusterConfig(
                 cluster=msgspec.convert({"mode": mode}, ClusterSection),
+                kv=msgspec.convert({"transport": transport}, KVSection),
                 router=msgspec.convert(settings, RouterSection),
                 node=(NodeSection("n0"), NodeSection("n1")),
             ),

@@ -270,7 +270,7 @@ async def make_world(
                     EXTENT_BLOCKS * extents,
                     extent_blocks=EXTENT_BLOCKS,
                     num_slots=3,
-                    leases_per_slot=16,
+                    leases_per_slot=64,
                     max_lease_blocks=40,
                 )
             )

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 
-import msgspec
 import pytest
 
 from pdactors.actors.migrator import Migrator
-from pdactors.config.cluster import KVSection
 from pdactors.kv.arena import Arena
 from pdactors.kv.layout import KVLayout
 from pdactors.messages import (
@@ -97,10 +95,14 @@ def node_of(make_spec, fake_peer, living, until, arena, cluster_of):
     @asynccontextmanager
     async def node_of(num_engines=2, incarnation=1):
         spec = make_spec(
-            "migrator", "n0/migrator", arena=arena.fileno(), num_engines=num_engines, incarnation=incarnation
+            "migrator",
+            "n0/migrator",
+            arena=arena.fileno(),
+            num_engines=num_engines,
+            incarnation=incarnation,
+            transport="lease",  # it has no blocks of its own
         )
-        config = msgspec.structs.replace(spec.config, kv=KVSection(transport="lease"))  # it has no blocks of its own
-        migrator = Migrator(msgspec.structs.replace(spec, config=config), InprocTransport())
+        migrator = Migrator(spec, InprocTransport())
         async with cluster_of() as cluster, living(migrator):
             await until(lambda: "n0/migrator" in cluster.router.members)
             yield Node(cluster.router, migrator, arena, fake_peer)

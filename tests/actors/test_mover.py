@@ -403,3 +403,29 @@ async def test_a_migrator_that_is_not_there_cannot_be_reached(world_of):
         await world.strands("n1/migrator cannot be reached")
         world.release()
         await world.all_is_back()
+
+
+@pytest.mark.parametrize("both", [False, True])
+async def test_ends_that_drop_their_connection_agree_on_a_new_one(world_of, until, both):
+    """Also when an offer of the former one is still on its way."""
+    async with world_of() as world:
+        a, b = world[0].mover, world[1].mover
+        for _ in range(3):
+            b.offer_port(world[0].name)
+            a.reconnect(world[1].name, "the test says so")
+            if both:
+                b.reconnect(world[0].name, "the test says so")
+            await until(lambda: a.can_reach(world[1].name) and b.can_reach(world[0].name))
+        await asyncio.sleep(0.05)
+        known = a._known[world[1].name], b._known[world[0].name], a._num_dropped.total(), b._num_dropped.total()
+        await asyncio.sleep(0.05)
+        assert known == (
+            a._known[world[1].name],
+            b._known[world[0].name],
+            a._num_dropped.total(),
+            b._num_dropped.total(),
+        )
+        world.migrate(world.handle(50))
+        await world.arrives()
+        world.release()
+        await world.all_is_back()

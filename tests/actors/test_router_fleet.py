@@ -277,7 +277,7 @@ async def test_those_that_still_start_are_the_first_to_go(cluster_of):
 
 
 async def test_the_last_of_a_role_stays(cluster_of):
-    async with cluster_of("gateway", SUPERVISOR, "p", "d") as cluster:
+    async with cluster_of("gateway", SUPERVISOR, "p", "d", transport="lease") as cluster:
         assert await ask(cluster, Scale(5, "n0", "decode", 0)) == Answered(5, error="at least one decode is needed")
         await cluster.join("d1", node="n1")
         await cluster.join("p1", node="n1")

@@ -297,7 +297,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         if arrives:
             message = self.arrival(target, *key)
             self.arrived[key] = message.handle
-            self.obey(self.dispatcher.migrated(target, message))
+            self.obey(self.dispatcher.migrated(target, message, self.now))
             assert request.stage == "adopting"
         else:
             self.obey(self.dispatcher.stranded(source, Stranded(*key, "it broke"), self.now))

@@ -60,7 +60,7 @@ def hand_over(dispatcher, name="r", attempt=1):
 
 
 def migrated(dispatcher, attempt=1, sender="m1"):
-    return dispatcher.migrated(sender, Migrated("r", attempt, handle("m1", attempt), 100, 0.1, "none"))
+    return dispatcher.migrated(sender, Migrated("r", attempt, handle("m1", attempt), 100, 0.1, "none"), 2.0)
 
 
 def to_migrating(*names, **limits):
