@@ -100,7 +100,7 @@ def test_a_prefilled_request_goes_to_decode_with_its_handle():
     dispatcher = to_stage("prefilling")
     done = prefilled()
     assert dispatcher.prefilled("p", done, 1.0) == [
-        Order("d", Decode("r", 1, prompt(), 42, SAMPLING, done.handle, 1.0))
+        Order("d", Decode("r", 1, prompt(), 42, SAMPLING, done.handle, 1.0, path_reason="same memory"))
     ]
     assert dispatcher.requests["r"].stage == "adopting"
 
