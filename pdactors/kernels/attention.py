@@ -118,6 +118,14 @@ def _copy_seen(arena, values, head_dim, block_tokens, count, elements, tail):
             store(elements, tail + d * DEPTH + t, element)
 
 
+@njit(nogil=True)
+def _write(floats, at, inverse, head_dim, out, row, column, width):
+    """Write a column of O to its place."""
+    for d in range(0, head_dim, LANES):
+        value = load_strided(floats, at + d * LANES, LANES) * splat(inverse)
+        store(out, tiled(row, column + d, width), value)
+
+
 # fmt: off
 @njit(nogil=True)
 def attend(
@@ -188,8 +196,5 @@ def attend(
     put_down(arena, head_dim, floats, sums)
     store(floats, scores, splat(1.0) / total)
     for c in range(num_columns):
-        row, head = (first + c) // group, (first + c) % group
-        inverse = splat(load_scalar(floats, scores + c))
-        for d in range(0, head_dim, LANES):
-            value = load_strided(floats, sums + d * LANES + c, LANES) * inverse
-            store(out, tiled(out_row + row, out_column + head * head_dim + d, out_width), value)
+        row, column = out_row + (first + c) // group, out_column + (first + c) % group * head_dim
+        _write(floats, sums + c, load_scalar(floats, scores + c), head_dim, out, row, column, out_width)

@@ -352,7 +352,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             "migrated": self.arrival(sender, name, attempt),
             "stranded": Stranded(name, attempt, "late"),
         }[kind]
-        if kind in ("adopted", "pinned", "migrated"):
+        if kind in ("adopted", "pinned"):
             self.dropping(lambda: getattr(self.dispatcher, kind)(sender, message), sender)
             return
         self.dropping(lambda: getattr(self.dispatcher, kind)(sender, message, self.now), sender)

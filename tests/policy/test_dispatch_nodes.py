@@ -78,6 +78,6 @@ def test_a_prefix_of_another_node_is_not_lent():
     ask(dispatcher)
     digests = dispatcher.requests["r"].digests
     for name in ("p1", "d1"):
-        dispatcher.index.add(name, digests)
+        dispatcher.fleet.index.add(name, digests)
     dispatcher.lost("d1", 1.0)  # so that n0 must compute it
     assert [(o.to, type(o.message), o.message.prefix) for o in ask(dispatcher, "s")] == [("p0", Prefill, ())]
