@@ -100,7 +100,7 @@ class KVSection(Section, frozen=True):
     ] = True
     damage_every: Annotated[
         int,
-        Meta(ge=0, description="debugging: spoil a byte of every n-th transfer, to see it caught; 0: none"),
+        Meta(ge=0, le=2**31, description="debugging: spoil a byte of every n-th transfer, to see it caught; 0: none"),
     ] = 0
     store: Annotated[str, Meta(description="of kvstore mode: arena, or mooncake://HOST:PORT")] = "arena"
 

@@ -337,7 +337,7 @@ BAD_STARTS: list[tuple[str, dict[str, object], list[str]]] = [
     ("too many positions", {"model.max_model_len": 8193}, ["model.max_model_len = 8193", "8192 positions"]),
     ("another mode", {"cluster.mode": "kvstore"}, ["cluster.mode", "kvstore", "disaggregated"]),
     ("no such mode", {"cluster.mode": "fast"}, ["cluster.mode", "fast"]),
-    ("another transport", {"kv.transport": "ucx"}, ["kv.transport", "ucx"]),
+    ("another transport", {"kv.transport": "cuda_ipc"}, ["kv.transport", "cuda_ipc"]),
     ("unknown key", {"kv.memroy": "1GiB"}, ["kv.memroy", "memory"]),
     ("no such model", {"model.path": "/nowhere"}, ["/nowhere"]),
     ("missing token file", {"security.token_file": "/nowhere"}, ["security.token_file", "/nowhere"]),

@@ -90,6 +90,8 @@ def test_the_documented_file_names_every_key_but_the_optional_ones() -> None:
     left_out = {f"{name}.{key}" for name, fields in SECTIONS.items() for key in fields.keys() - tables[name].keys()}
     assert left_out == {
         "cluster.drain_s",
+        "kv.damage_every",
+        "kv.overlap",
         "engine.stamp_tokens",
         "security.token_file",
         "security.key_dir",
