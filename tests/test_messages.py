@@ -136,7 +136,7 @@ def _simplest(kind: type[Message]) -> Message:
             case inspect.VarTupleType():
                 return (value(info.item_type),)
             case inspect.DictType():
-                return {"key": "value"}
+                return {"key": value(info.value_type)}
             case inspect.LiteralType():
                 return info.values[-1]
             case inspect.IntType():
@@ -147,7 +147,7 @@ def _simplest(kind: type[Message]) -> Message:
                 return TokenIds.of([1])
             case inspect.BytesType():
                 return b"x"
-            case inspect.StrType():
+            case inspect.StrType() | inspect.AnyType():
                 return "x"
             case inspect.BoolType():
                 return True

@@ -113,6 +113,11 @@ def _emit_get(context: Any, builder: ir.IRBuilder, signature: Any, values: Any, 
     return emit_aligned(builder.load(pointer), 1)
 
 
+def _emit_widened(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+    """Make float32 of bfloat16 by integers: without AVX-512 LLVM takes a way for which it has no code."""
+    return builder.bitcast(builder.shl(builder.zext(bits, VI), ir.Constant(VI, [16] * LANES)), V)
+
+
 # ---- Elements --------
 
 
@@ -124,6 +129,8 @@ def load_some(typingctx, array, index, count):
     def codegen(context, builder, signature, values):
         held = V if kind is V else _V16
         value = _emit_load(builder, emit_pointer(context, builder, array, values[0], values[1], held), values[2])
+        if kind is V_BF16:
+            return _emit_widened(builder, value)
         return value if kind is V else builder.fpext(builder.bitcast(value, kind), V)
 
     return vector(array, types.intp, types.intp), codegen
@@ -244,7 +251,7 @@ def load_scales(typingctx, frame, at, count):
 
     def codegen(context, builder, signature, values):
         bits = _emit_get(context, builder, signature, values, _V16)
-        return builder.fpext(builder.bitcast(bits, V_BF16), V)
+        return _emit_widened(builder, bits)
 
     return vector(frame, types.intp, types.intp), codegen
 
