@@ -27,6 +27,7 @@ BLOCKS_PER_TRANSFER = 16
 IN_FLIGHT = 3
 IDLE_S = 2.0
 DEADLINE_S = 120
+LINK_S = 2.0
 
 
 class Side(Struct, frozen=True):
@@ -118,10 +119,24 @@ def namespaces(rate: str = "") -> Iterator[tuple[Side, Side]]:
             if rate:
                 limit = f"tc qdisc add dev wire root tbf rate {rate} burst 1mb latency 50ms"
                 _ip("netns", "exec", name, *limit.split())
+        _await_link(names)
         first, second = (
             Side(("ip", "netns", "exec", name), "wire", host) for name, host in zip(names, hosts, strict=True)
         )
         yield first, second
+
+
+def _await_link(names: Sequence[str]) -> None:
+    """Wait until the wire carries: UCX knows no device before."""
+    deadline = time.monotonic() + LINK_S
+    while time.monotonic() < deadline:
+        shown = [
+            subprocess.run(["ip", "-n", name, "-br", "link", "show", "wire"], capture_output=True, text=True).stdout  # noqa: S603, S607
+            for name in names
+        ]
+        if all(" UP " in line for line in shown):
+            return
+        time.sleep(0.02)
 
 
 def _ip(*arguments: str) -> None:

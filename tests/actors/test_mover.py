@@ -213,9 +213,10 @@ async def test_blocks_that_may_still_be_written_are_not_used_for_anything(world_
         world[1].port.holds = payloads
         world.migrate(world.handle(MAX_TOKENS, "a"), "a")
         await until(lambda: len(world[1].port.held) >= 1)
-        landing = [b for each in world[1].mover.inbound._landing for b in each.blocks]
         world.release("a")
         await until(lambda: not world[1].mover.inbound._coming)
+        landing = [b for each in world[1].mover.inbound._landing for b in each.blocks]
+        assert landing  # those whose header had not come are void
         free = world[1].mover.pool.allocate(world[1].mover.pool.num_available)
         assert set(free).isdisjoint(landing)
         world[1].mover.pool.free(free)
