@@ -302,7 +302,5 @@ def _settings(device: str, ports: str) -> dict[str, str]:
         "NET_DEVICES": device,
         "TCP_PORT_RANGE": ports,
         "ZCOPY_THRESH": "0",  # saves a copy
-        "TCP_TX_SEG_SIZE": "256k",  # fewer, larger turns than by default
-        "TCP_RX_SEG_SIZE": "256k",
     }
     return {key: value for key, value in wanted.items() if value and f"UCX_{key}" not in os.environ}
