@@ -173,6 +173,7 @@ def pid_of(client: Client, name: str, what: str = "pid") -> int:
     return next((int(a[what]) for a in client.status()["actors"] if a["name"] == name), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("name", ["n0/migrator", "n1/migrator"])
 def test_a_migrator_that_dies_in_mid_transfer_leaves_no_wrong_token_and_nothing_behind(

@@ -193,6 +193,7 @@ def _error(call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_machine_that_dies_leaves_the_others_serving_and_may_join_again(
     machines: Any, make_ids: MakeIds, wait: Any
 ) -> None:
