@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Generator
 from concurrent.futures import CancelledError
@@ -11,7 +12,7 @@ from typing import Any, Self, TypeVar, cast
 
 from pdactors.client.client import AsyncClient, Generation, Messages
 from pdactors.client_messages import DoneEvent, TokenEvent
-from pdactors.errors import ConnectionLost
+from pdactors.errors import ConnectionLost, PDError
 from pdactors.messages import Role
 
 END_S = 1.0
@@ -28,6 +29,7 @@ class Client:
         self._thread.start()
         self._client = AsyncClient(address, token=token, connect_timeout_s=connect_timeout_s)
         self._is_closed = False
+        self._ending: set[asyncio.Task[None]] = set()  # streams that nobody waits for
         self._submitting = threading.Lock()  # so that nothing is given to a loop that has ended
         atexit.register(self.close)  # a stream that is left open at exit must not wait for a loop that is gone
         try:
@@ -100,8 +102,19 @@ class Client:
                 except StopAsyncIteration:
                     return
         finally:
-            if not self._is_closed:
+            if self._thread is threading.current_thread():  # it was garbage, and collected there: nobody waits
+                self._end_soon(events)
+            elif not self._is_closed:
                 self._wait(events.aclose())
+
+    def _end_soon(self, events: AsyncGenerator[T, None]) -> None:
+        async def closing() -> None:
+            with contextlib.suppress(PDError):
+                await events.aclose()
+
+        task = self._loop.create_task(closing())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop's thread; an interrupted wait cancels it."""

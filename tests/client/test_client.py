@@ -118,6 +118,16 @@ def test_closing_a_stream_that_is_kept_cancels_it(
     wait(lambda: busy() == 0, 1.0, "the request goes on")
 
 
+def test_a_stream_that_is_collected_on_the_clients_own_thread_is_cancelled(
+    client: Client, busy: Callable[[], int], wait: Callable[..., None]
+) -> None:
+    kept = [client.stream("^", **ALWAYS)]
+    next(kept[0])
+    assert busy() == 1
+    client._loop.call_soon_threadsafe(kept.clear)
+    wait(lambda: busy() == 0, 1.0, "the request goes on")
+
+
 @pytest.mark.parametrize("delay_ms", range(8))
 def test_closing_at_any_moment_leaves_no_thread_waiting(cluster: Cluster, delay_ms: int) -> None:
     client = Client(cluster.zmq)
