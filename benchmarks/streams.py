@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     sets = ["engine.stamp_tokens=true"]
-    bench.PROMPTS, bench.BATCHES, bench.CONTEXTS = (), (1, 16), (PROMPT_TOKENS + options.tokens // 2,)
+    bench.PROMPTS, bench.BATCHES, bench.CONTEXTS = (128,), (1, 16), (PROMPT_TOKENS + options.tokens // 2,)
     found: dict[int, list[float]] = {1: [], 16: []}
     alone: dict[int, list[float]] = {1: [], 16: []}
     ages: list[float] = []
