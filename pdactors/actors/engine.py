@@ -13,13 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pdactors.actors import engine_accounts
 from pdactors.actors.actor import GATEWAY, ROUTER, Actor
 from pdactors.actors.extent_keeper import ExtentKeeper
+from pdactors.actors.lending import lend_cached
 from pdactors.actors.process import pin
 from pdactors.actors.spec import ActorSpec
 from pdactors.engine.model import PagedModel
 from pdactors.engine.runner import Engine, EngineLimits, Outcome, Step
 from pdactors.engine.sequence import Sequence
 from pdactors.engine.step_log import StepLog
-from pdactors.errors import InvariantError, Overloaded, PDError, WorkerLost
+from pdactors.errors import InvariantError, PDError, WorkerLost
 from pdactors.kv.arena import Arena
 from pdactors.kv.blocks import BlockPool
 from pdactors.kv.leases import LeaseLost
@@ -34,7 +35,6 @@ from pdactors.messages import (
     Load,
     Member,
     Pin,
-    Pinned,
     Prefill,
     RecallExtents,
     Release,
@@ -300,19 +300,7 @@ class EngineActor(Actor):
     # ---- Lending --------
 
     def _on_pin(self, _sender: Member, message: Pin) -> None:
-        """Lend what is still cached of a prefix, a shorter part if some was evicted."""
-        blocks = self.pool.match(message.digests)
-        while blocks and self.engine.num_unreserved < 0:  # what is set aside for our own sequences is not lent
-            self.pool.free([blocks.pop()])
-        segment = None
-        if blocks:
-            try:
-                lease = self.loans.lend((message.request, message.attempt), blocks, self.clock())
-                segment = Segment(self.spec.name, lease, message.start, tuple(blocks))
-            except Overloaded:
-                self.log.warning("no lease record is free", request=message.request)
-            self.pool.free(blocks)
-        self.tell(ROUTER, Pinned(message.request, message.attempt, message.start, segment))
+        lend_cached(self, self.pool, self.loans, lambda: self.engine.num_unreserved, message)
 
     def _sweep(self) -> None:
         """Take back what holders released, what was revoked, and what expired."""

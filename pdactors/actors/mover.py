@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from pdactors.actors.actor import ROUTER
 from pdactors.actors.extent_keeper import ExtentKeeper
 from pdactors.actors.inbound import Inbound
+from pdactors.actors.lending import lend_cached
 from pdactors.actors.outbound import Outbound
-from pdactors.errors import Overloaded, PDError
+from pdactors.errors import PDError
 from pdactors.kv.blocks import BlockPool
 from pdactors.kv.codec import CodecName, decode, encode, encoded_bytes, prepare
 from pdactors.kv.loans import Loans
@@ -31,9 +32,7 @@ from pdactors.messages import (
     Member,
     Message,
     Pin,
-    Pinned,
     Release,
-    Segment,
 )
 from pdactors.policy.codec_choice import CodecCost, choose_codec
 from pdactors.policy.liveness import Liveness
@@ -217,16 +216,7 @@ class Mover:
 
     def pin(self, message: Pin) -> None:
         """Lend what is still cached of a prefix."""
-        blocks = self.pool.match(message.digests)
-        segment = None
-        if blocks and self.inbound.num_unreserved >= 0:
-            try:
-                lease = self.loans.lend((message.request, message.attempt), blocks, self.clock())
-                segment = Segment(self.spec.name, lease, message.start, tuple(blocks))
-            except Overloaded:
-                self.log.warning("no lease record is free", request=message.request)
-        self.pool.free(blocks)
-        self.tell(ROUTER, Pinned(message.request, message.attempt, message.start, segment))
+        lend_cached(self.actor, self.pool, self.loans, lambda: self.inbound.num_unreserved, message)
 
     def release(self, message: Release) -> None:
         """The request is over, or an attempt of it."""

@@ -239,7 +239,7 @@ class Outbound:
                 self._let_go(leaving)
 
         try:
-            mover.port.send(target.name, grant.tag + HEADER, [np.frombuffer(header.pack(), np.uint8)], _ignore)
+            self._send_header(target, grant, header)
             if header.is_void:
                 return ended(None)
             mover.port.send(target.name, grant.tag + PAYLOAD, parts, ended)
@@ -262,6 +262,10 @@ class Outbound:
         first[len(first) // 2] ^= 1
         return [first, *parts[1:]]
 
+    def _send_header(self, target: Member, grant: Grant, header: Header) -> None:
+        packed = np.frombuffer(header.pack(), np.uint8)
+        self._mover.port.send(target.name, grant.tag + HEADER, [packed], _ignore)
+
     def _send_void(self, target: Member, grant: Grant) -> None:
         """Nobody wants this any more: let the receiver have his blocks back."""
         spec = self._mover.spec
@@ -270,7 +274,7 @@ class Outbound:
             0, 0, "none", 0, is_void=True,
         )  # fmt: skip
         try:
-            self._mover.port.send(target.name, grant.tag + HEADER, [np.frombuffer(header.pack(), np.uint8)], _ignore)
+            self._send_header(target, grant, header)
         except PDError as error:
             self._mover.drop("void unsent", reason=error.message)
 
