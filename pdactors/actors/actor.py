@@ -74,6 +74,7 @@ class Actor:
         self._channels: dict[str, Channel] = {}  # opened by us
         self._targets: dict[str, Member] = {}  # whom the fleet's news made us open them to
         self._hosts: dict[str, Member] = {}  # who welcomed us on them
+        self._router_known = -1  # incarnation of the router that took us in
         self._stop = asyncio.Event()
         self._fatal: BaseException | None = None
         self._tasks: asyncio.TaskGroup | None = None
@@ -98,6 +99,9 @@ class Actor:
     def welcomed(self, host: Member) -> None:
         """A peer that we connected to took us in; it may do so again, and under another incarnation."""
 
+    def router_changed(self) -> None:
+        """The router was lost, and another one took us in: it knows nothing of what its predecessor had us do."""
+
     def load(self) -> Load:
         """What there is to do here."""
         return Load()
@@ -114,7 +118,7 @@ class Actor:
             pid=os.getpid(),
             incarnation=spec.incarnation,
             load=self.load(),
-            dropped=self.dropped.total(),
+            dropped=dict(self.dropped),
             counts=dict(self.counts),
         )
 
@@ -323,6 +327,9 @@ class Actor:
             self.welcomed(message.member)
             if name == ROUTER:
                 self.beat()
+                former, self._router_known = self._router_known, message.member.incarnation
+                if former not in (-1, self._router_known):
+                    self.router_changed()
         elif isinstance(message, Refusal):
             self.stop(Refused(f"{name} refuses {self.spec.name}: {message.reason}"))
         elif isinstance(message, Stranger):

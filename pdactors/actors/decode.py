@@ -7,7 +7,7 @@ from pdactors.actors.engine import EngineActor
 from pdactors.actors.spec import ActorSpec
 from pdactors.engine.model import PagedModel
 from pdactors.engine.sequence import Sequence
-from pdactors.errors import Refused, WorkerLost
+from pdactors.errors import BadRequest, Refused, WorkerLost
 from pdactors.kv.leases import LeaseLost
 from pdactors.messages import Adopted, Decode, KVHandle, Member
 from pdactors.transport import Transport
@@ -25,6 +25,8 @@ class DecodeActor(EngineActor):
         handle = message.handle
         if handle.layout != self.spec.layout.fingerprint:
             raise Refused(f"KV layout: the handle's is {handle.layout}, ours is {self.spec.layout.fingerprint}")
+        if not message.generated:
+            raise BadRequest("generated: is empty; prefill samples the first token")
         sequence = Sequence(
             message.request,
             message.attempt,
@@ -35,7 +37,7 @@ class DecodeActor(EngineActor):
             handle=handle,
             path=message.path,
             path_reason=message.path_reason,
-            tokens=[message.first_token],
+            tokens=list(message.generated),
             received_s=self.clock(),
             sent_s=message.sent_s if message.path == "lease" else self.clock() - message.waited_s,
         )

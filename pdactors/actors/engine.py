@@ -110,6 +110,19 @@ class EngineActor(Actor):
     def wants(self, member: Member) -> bool:
         return member.role == "gateway" or member.name == self.migrator
 
+    def router_changed(self) -> None:
+        """Let go of everything: the new router knows nothing of it, and has what is still wanted begun again."""
+
+        def let_go() -> None:
+            for sequence in [*self.engine.running, *self.engine.waiting]:
+                self._leave(sequence)
+            for request, attempt in self.loans.lent_for:
+                self.released(request, attempt)
+            self._sweep()
+
+        self.command(let_go)
+        self.tell(ROUTER, CacheChanged(tuple(self.pool.digests())))
+
     async def start(self) -> None:
         self.extents.take_over()
         ended = self.loans.take_over()
@@ -236,6 +249,7 @@ class EngineActor(Actor):
             is_urgent=message.priority == "interactive",
             saves_kv=message.save_final_kv,
             ship_to=message.ship_to,
+            tokens=list(message.generated),
             received_s=self.clock(),
         )
         for segment in message.prefix:

@@ -134,6 +134,11 @@ class Migrator(Actor):
         if self.mover is not None:
             self.mover.fleet_changed(fleet)
 
+    def router_changed(self) -> None:
+        """Let go of what moves: the new router knows nothing of it."""
+        if self.mover is not None:
+            self.mover.router_changed()
+
     # ---- Extents --------
 
     def _on_want(self, sender: Member, message: WantExtents) -> None:

@@ -224,6 +224,12 @@ class Mover:
         self.inbound.release(message)
         self.loans.revoke((message.request, message.attempt))
 
+    def router_changed(self) -> None:
+        """Let go of what was moved for a lost router's requests, and tell the new one what is cached here."""
+        for key in {*self.outbound.keys, *self.inbound.keys, *self.loans.lent_for}:
+            self.release(Release(*key))
+        self.tell(ROUTER, CacheChanged(tuple(self.pool.digests())))
+
     # ---- Peers --------
 
     def can_reach(self, name: str) -> bool:

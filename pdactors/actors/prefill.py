@@ -48,7 +48,7 @@ class PrefillActor(EngineActor):
         The last chunk goes with the hand-over, so that nothing can be complete before the router knows of it.
         """
         for sequence in sequences:
-            if not sequence.ship_to or sequence.tokens or sequence not in self.engine.running:
+            if not sequence.ship_to or sequence not in self.engine.running:
                 continue
             start, stop = sequence.num_announced, sequence.num_stored // self.spec.layout.block_tokens
             while start < stop and sequence.blocks[start] in sequence.borrowed:
@@ -67,7 +67,7 @@ class PrefillActor(EngineActor):
                     *sequence.key,
                     sequence.ship_to,
                     Segment(self.spec.name, lease, start, blocks),
-                    len(sequence.prompt),
+                    sequence.num_tokens,
                     tuple(sequence.digests),
                     "interactive" if sequence.is_urgent else "batch",
                 ),

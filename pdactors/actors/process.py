@@ -21,6 +21,7 @@ from pdactors.errors import PDError
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 MAX_REASON_BYTES = 2000
+FORK_TIMEOUT_S = 20.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -133,7 +134,7 @@ class Nursery:
         """Start an engine.
 
         Raises:
-            PDError: the nursery ended; its log line says why.
+            PDError: the nursery ended, and its log line says why, or it does not answer.
         """
         async with self._lock:
             if self.process is None or self.process.status is not None:
@@ -142,7 +143,14 @@ class Nursery:
             reader, writer = self._streams
             data = encode_spec(spec)
             writer.write(len(data).to_bytes(4, "little") + data)
-            return Process(int(await self._line(reader)))
+            try:
+                async with asyncio.timeout(FORK_TIMEOUT_S):
+                    return Process(int(await self._line(reader)))
+            except TimeoutError:
+                assert self.process is not None
+                self.process.send(signal.SIGKILL)
+                await self.process.ended()
+                raise PDError(f"the nursery did not answer within {FORK_TIMEOUT_S:.0f} s") from None
 
     async def _start(self, run_id: str) -> None:
         ours, theirs = socket.socketpair()

@@ -52,6 +52,11 @@ class Loans:
         self._lent.setdefault(key, []).append(lease)
         return lease
 
+    @property
+    def lent_for(self) -> tuple[Key, ...]:
+        """Whom something is lent for."""
+        return tuple(self._lent)
+
     def is_lent(self, key: Key, lease: Lease) -> bool:
         """Whether we still honour that lease."""
         return lease in self._lent.get(key, ())

@@ -14,7 +14,6 @@ from pdactors.messages import (
     Adopted,
     CacheChanged,
     Cancel,
-    CopyOut,
     Decode,
     Failed,
     Finished,
@@ -30,16 +29,18 @@ from pdactors.messages import (
     Prefill,
     Prefilled,
     Release,
+    Resume,
     Stranded,
 )
 from pdactors.policy import tasks
 from pdactors.policy.admission import Limits, Pace, refusal
 from pdactors.policy.fleet import Engine, FleetState
 from pdactors.policy.placement import DecodeDecision, EngineView, Place, choose_prefill, schedule_decode
+from pdactors.policy.relief import relieve
 from pdactors.policy.requests import Request, RequestTable, Stage
+from pdactors.policy.retries import ASK_AGAIN_S, MAX_ATTEMPTS, backoff_s
 from pdactors.policy.tasks import Order
 
-MAX_ATTEMPTS = 3
 PIN_TIMEOUT_S = 1.0  # an owner that does not answer in time lends nothing
 FIRST_ROLES = ("prefill", "worker")  # who computes prompts
 
@@ -61,7 +62,7 @@ class Dispatcher:
     def joined(self, member: Member, load: Load, now: float) -> list[Order]:
         """Take note of an engine's state or load, and use the room that it offers."""
         self.fleet.engines[member.name] = Engine(member, load)
-        return self._advance(now) + self._relieve(member.name)
+        return self._advance(now) + relieve(member.name, self.fleet, self.requests, self.limits.block_tokens)
 
     def lost(self, name: str, now: float) -> list[Order]:
         """Go on without an actor that is dead and fenced."""
@@ -73,14 +74,10 @@ class Dispatcher:
                 self.requests.plan(request, "")
             if request.gateway == name:
                 orders += self._end(request)
-            elif request.stage == Stage.MIGRATING and name in (request.prefill, request.decode, *request.movers):
-                orders += self._retry(request, name)
-            elif name != request.engine and name != request.prefill:
+            elif request.needs(name):
+                orders += self._retry(request, name, now)
+            else:
                 orders += self._unpinned(request, name)
-            elif request.stage in (Stage.PINNING, Stage.PREFILLING, Stage.WAITING):
-                orders += self._retry(request, name)
-            elif request.decode == name:
-                orders += self._reject(request, errors.WorkerLost(f"{name} was lost while it decoded the request"))
         return orders + self._advance(now)
 
     def migrator_ready(self, member: Member, now: float) -> list[Order]:
@@ -107,15 +104,24 @@ class Dispatcher:
         if ask.request in self.requests:
             return self._drop(ask)
         self._num_asked += 1
-        request = Request(ask, gateway, now, self._num_asked)
+        request = Request(ask, gateway, now, self._num_asked, ask.attempt, ask.generated)
         queued, sizes = len(self.requests.queued), self.fleet.sequence_sizes(self.limits.block_tokens)
         refused = refusal(ask, self.limits, sizes, queued, self._pace.retry_after_s(queued, now))
         if refused is not None:
             return [Order(gateway, tasks.reject(request, refused))]
-        block_tokens = self.limits.block_tokens
-        useful = (len(ask.prompt) - 1) // block_tokens * block_tokens
-        request.digests = tuple(chain(ask.prompt[:useful], block_tokens, self.limits.prefix_key))
+        self._set_digests(request)
         self.requests.add(request)
+        return self._advance(now)
+
+    def resume(self, gateway: str, message: Resume, now: float) -> list[Order]:
+        """Begin the next attempt after the tokens that the client has."""
+        request = self.requests.get(message.request)
+        is_asked = request is not None and request.stage == Stage.RESUMING and request.attempt == message.attempt
+        if request is None or not is_asked or request.gateway != gateway:
+            return self._drop(message)
+        request.generated = message.generated
+        self._set_digests(request)
+        self.requests.move(request, Stage.QUEUED)
         return self._advance(now)
 
     def cancel(self, message: Cancel, now: float) -> list[Order]:
@@ -157,7 +163,7 @@ class Dispatcher:
         request = self._migrating(message)
         if request is None or sender not in request.movers:
             return self._drop(message)
-        return self._retry(request, sender, message.reason) + self._advance(now)
+        return self._retry(request, sender, now, message.reason) + self._advance(now)
 
     def adopted(self, sender: str, message: Adopted) -> list[Order]:
         """A decode engine runs the sequence."""
@@ -180,19 +186,18 @@ class Dispatcher:
         request = self._current(sender, message)
         if request is None:
             return self._drop(message)
-        return self._reject(request, errors.error_for(message.code, message.message)) + self._advance(now)
+        error = errors.error_for(message.code, message.message)
+        if isinstance(error, errors.WorkerLost):  # it lost what it read, or where it came from
+            return self._retry(request, sender, now, message.message) + self._advance(now)
+        return self._reject(request, error) + self._advance(now)
 
     def undelivered(self, name: str, message: Prefill | Decode | Migrate, now: float) -> list[Order]:
         """An order did not reach whom it was for, who gets no others until he is heard again: try elsewhere."""
         self.fleet.silent(name)
         request = self.requests.get(message.request)
-        if request is None or request.attempt != message.attempt:
+        if request is None or request.attempt != message.attempt or not request.needs(name):
             return []
-        if request.stage in (Stage.PREFILLING, Stage.MIGRATING) and name in (request.engine, *request.movers):
-            return self._retry(request, name, "it cannot be reached") + self._advance(now)
-        if request.engine != name:
-            return []
-        return self._reject(request, errors.WorkerLost(f"{name} cannot be reached")) + self._advance(now)
+        return self._retry(request, name, now, "it cannot be reached") + self._advance(now)
 
     def tick(self, now: float) -> list[Order]:
         """End what is overdue, and wait no longer for owners that do not answer."""
@@ -209,6 +214,8 @@ class Dispatcher:
             elif request.stage == Stage.PINNING and now - request.pinned_s > PIN_TIMEOUT_S:
                 request.pins.clear()
                 orders += self._start(request)
+            elif request.stage == Stage.RESUMING and now >= request.resume_s:
+                orders += self._ask(request, now)
         return orders + self._advance(now) if orders else []
 
     def check(self) -> None:
@@ -248,7 +255,7 @@ class Dispatcher:
         cached = {view.name: self.limits.block_tokens * self._num_readable(request, view.name) for view in views}
         target = choose_prefill(
             views,
-            len(request.ask.prompt),
+            request.num_tokens,
             cached=cached,
             decodes=self._views("decode"),
             can_migrate=self.limits.can_migrate,
@@ -328,34 +335,30 @@ class Dispatcher:
     def _num_readable(self, request: Request, name: str) -> int:
         return self.fleet.num_readable(request.digests, name, self.requests.coming(name))
 
+    def _set_digests(self, request: Request) -> None:
+        """Know by which digests what is cached of a request's tokens is found; one token is left to compute."""
+        block_tokens = self.limits.block_tokens
+        useful = (request.num_tokens - 1) // block_tokens * block_tokens
+        request.digests = tuple(chain(request.tokens[:useful], block_tokens, self.limits.prefix_key))
+
     def _views(self, *roles: str) -> list[EngineView]:
         return self.fleet.views(self.requests.assigned, *roles)
 
-    def _relieve(self, name: str) -> list[Order]:
-        """When prompts wait for blocks that an engine lends, have a borrower copy what it reads, largest first."""
-        load = self.fleet.engines[name].load
-        if load.blocks_lacking == 0 or load.blocks.leased_out == 0:
-            return []
-        lent = [r for r in self.requests.values() if r.stage == Stage.DECODING and r.prefill == name]
-        for request in sorted(lent, key=lambda r: -len(r.ask.prompt)):
-            holder = self.fleet.engines.get(request.decode)
-            size = len(request.ask.prompt) // self.limits.block_tokens
-            if holder is not None and not request.is_copied and size < holder.load.blocks.free:
-                request.is_copied = True
-                return [Order(request.decode, CopyOut(request.ask.request, request.attempt))]
-        return []
-
     # ---- Endings --------
 
-    def _retry(self, request: Request, lost: str, reason: str = "it was lost") -> list[Order]:
-        """Compute the prompt again elsewhere; the gateway drops a first token that it has already."""
+    def _retry(self, request: Request, lost: str, now: float, reason: str = "it was lost") -> list[Order]:
+        """Begin the next attempt, unless there were too many, after what the client has of the answer."""
         if request.attempt >= MAX_ATTEMPTS:
             return self._reject(request, errors.WorkerLost(f"{lost} in attempt {request.attempt}: {reason}"))
         orders = self._releases(request)
-        request.holders.clear()
-        request.attempt += 1
-        self.requests.move(request, Stage.QUEUED)
-        return orders
+        self.requests.move(request, Stage.RESUMING)
+        request.resume_s = now + backoff_s(request.attempt)
+        return orders + (self._ask(request, now) if request.resume_s <= now else [])
+
+    def _ask(self, request: Request, now: float) -> list[Order]:
+        """Ask the gateway what the client has; it takes nothing of earlier attempts from then on."""
+        request.resume_s = now + ASK_AGAIN_S
+        return [Order(request.gateway, Resume(request.ask.request, request.attempt))]
 
     def _unpinned(self, request: Request, name: str) -> list[Order]:
         """An owner that was asked to lend is lost: go on without it."""

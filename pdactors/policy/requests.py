@@ -1,11 +1,13 @@
 """The router's request table: every request in flight, found by id, by stage and by engine. Pure.
 
 QUEUED --place--> PREFILLING --prefilled--> WAITING --decode has room--> ADOPTING --adopted--> DECODING
- |  ^               ^    |                   |  |                           ^
- |  |               |    |                   |  +--elsewhere--> MIGRATING --+
- |  +--prefill lost-|----+-------------------+----------------------+      any stage: finished, failed, cancelled,
- |                  |                                                                  timed out -> gone
- +-----> PINNING ---+  others lend the prompt's beginning (and back to QUEUED when the prefill is lost)
+ |  ^               ^                        |                              ^
+ |  |               |                        +--elsewhere--> MIGRATING -----+
+ +--|--> PINNING ---+  others lend the prompt's beginning
+    |
+    +-- the gateway says what the client has -- RESUMING <-- who has it is lost -- any other
+
+any: finished, failed, cancelled, timed out -> gone
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from enum import StrEnum
 from pdactors.errors import InvariantError
 from pdactors.messages import Generate, Prefilled, Segment
 from pdactors.policy.transfer import NO_WAY, Way
+from pdactors.token_ids import NO_TOKENS, TokenIds
 
 
 class Stage(StrEnum):
@@ -28,16 +31,18 @@ class Stage(StrEnum):
     MIGRATING = "migrating"
     ADOPTING = "adopting"
     DECODING = "decoding"
+    RESUMING = "resuming"
 
 
 _LEGAL = {
     Stage.QUEUED: {Stage.PINNING, Stage.PREFILLING},
-    Stage.PINNING: {Stage.PREFILLING, Stage.QUEUED},
-    Stage.PREFILLING: {Stage.WAITING, Stage.QUEUED},
-    Stage.WAITING: {Stage.ADOPTING, Stage.MIGRATING, Stage.QUEUED},
-    Stage.MIGRATING: {Stage.ADOPTING, Stage.QUEUED},
-    Stage.ADOPTING: {Stage.DECODING},
-    Stage.DECODING: set[Stage](),
+    Stage.PINNING: {Stage.PREFILLING, Stage.RESUMING},
+    Stage.PREFILLING: {Stage.WAITING, Stage.RESUMING},
+    Stage.WAITING: {Stage.ADOPTING, Stage.MIGRATING, Stage.RESUMING},
+    Stage.MIGRATING: {Stage.ADOPTING, Stage.RESUMING},
+    Stage.ADOPTING: {Stage.DECODING, Stage.RESUMING},
+    Stage.DECODING: {Stage.RESUMING},
+    Stage.RESUMING: {Stage.QUEUED},
 }
 
 _AT_DECODE = {Stage.MIGRATING, Stage.ADOPTING, Stage.DECODING}
@@ -52,6 +57,7 @@ class Request:
     arrived_s: float
     number: int  # counts arrivals
     attempt: int = 1
+    generated: TokenIds = NO_TOKENS  # what the client had when the attempt began
     stage: Stage = Stage.QUEUED
     prefill: str = ""
     decode: str = ""
@@ -66,6 +72,7 @@ class Request:
     prefix: list[Segment] = field(default_factory=list)  # what owners lend for the prefill
     pinned_s: float = 0.0  # when they were asked
     is_copied: bool = False  # the decode engine was told to read copies of its own
+    resume_s: float = 0.0  # when the gateway is to be asked, or asked again, what the client has
     holders: set[str] = field(default_factory=set)
 
     @property
@@ -74,9 +81,23 @@ class Request:
         return self.ask.priority != "interactive", self.number
 
     @property
+    def tokens(self) -> list[int]:
+        """What prefill has to compute: the prompt, and what was generated after it."""
+        return [*self.ask.prompt, *self.generated]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ask.prompt) + len(self.generated)
+
+    @property
     def engine(self) -> str:
-        """The engine that the request is accounted to; "" while it is queued."""
+        """The engine that the request is accounted to; "" while there is none."""
         return self.decode if self.stage in _AT_DECODE else self.prefill
+
+    def needs(self, name: str) -> bool:
+        """Whether this attempt is over when that actor is lost."""
+        is_mover = self.stage == Stage.MIGRATING and name in (self.prefill, *self.movers)
+        return name == self.engine or is_mover
 
     def num_owned(self, name: str) -> int:
         """Return how many blocks of a prefilled sequence are that engine's own, and nobody else can lend it."""
@@ -164,12 +185,14 @@ class RequestTable(Mapping[str, Request]):
             raise InvariantError(f"request {request.ask.request}: {request.stage} -> {stage} is not a legal move")
         self._leave(request)
         request.stage = stage
-        if stage == Stage.QUEUED:
+        if stage == Stage.RESUMING:
+            request.attempt += 1
             request.prefill, request.decode, request.prefilled = "", "", None
             request.movers, request.planned = (), ""
-            request.num_cached = 0
+            request.num_cached, request.is_copied = 0, False
             request.pins.clear()
             request.prefix.clear()
+            request.holders.clear()
         elif stage in (Stage.PINNING, Stage.PREFILLING):
             request.prefill = engine
         elif stage in _AT_DECODE:
@@ -191,7 +214,7 @@ class RequestTable(Mapping[str, Request]):
                 raise InvariantError(f"request {request.ask.request} is filed under {name}")
             if (stage == Stage.WAITING or stage in _AT_DECODE) != (request.prefilled is not None):
                 raise InvariantError(f"request {name} is {stage} with the hand-over {request.prefilled}")
-            if (stage == Stage.QUEUED) == bool(request.engine):
+            if (stage in (Stage.QUEUED, Stage.RESUMING)) == bool(request.engine):
                 raise InvariantError(f"request {name} is {stage} at {request.engine or 'no engine'}")
             if request.engine and request.engine not in request.holders:
                 raise InvariantError(f"request {name} is at {request.engine}, which is not among its holders")
@@ -208,6 +231,8 @@ class RequestTable(Mapping[str, Request]):
                 raise InvariantError(f"{what} is {ours}, the requests make it {theirs}")
 
     def _enter(self, request: Request) -> None:
+        if request.stage == Stage.RESUMING:
+            return
         if request.stage == Stage.QUEUED:
             self.queued.add(request)
             return
@@ -216,6 +241,8 @@ class RequestTable(Mapping[str, Request]):
             self.waiting.setdefault(request.prefill, Queue()).add(request)
 
     def _leave(self, request: Request) -> None:
+        if request.stage == Stage.RESUMING:
+            return
         if request.stage == Stage.QUEUED:
             self.queued.remove(request)
             return
@@ -231,7 +258,7 @@ class RequestTable(Mapping[str, Request]):
             self._count_at(request.planned, sign)
         assigned = self._count_at(request.engine, sign)
         if request.stage in (Stage.PINNING, Stage.PREFILLING):
-            assigned.num_tokens += sign * (len(request.ask.prompt) - request.num_cached)
+            assigned.num_tokens += sign * (request.num_tokens - request.num_cached)
             under_way = self.under_way.setdefault(request.engine, {})
             if sign > 0:
                 under_way[request.ask.request] = frozenset(request.digests)
