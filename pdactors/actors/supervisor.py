@@ -119,7 +119,7 @@ class Supervisor(Actor):
         self._is_welcome.set()
 
     def _mind_router(self) -> None:
-        """Kill our own router when it is silent, since nobody else could fence it; end without one that is elsewhere."""
+        """Kill our own router when it is silent, which nobody else could fence; end without one that is elsewhere."""
         if not self._router.silent(self.clock()):
             return
         if self.hosts_router:

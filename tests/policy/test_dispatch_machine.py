@@ -363,7 +363,9 @@ class DispatcherMachine(RuleBasedStateMachine):
         name=names,
         sender=some_sender,
         attempt=some_attempt,
-        kind=st.sampled_from(["prefilled", "adopted", "finished", "failed", "pinned", "migrated", "stranded", "resume"]),
+        kind=st.sampled_from(
+            ["prefilled", "adopted", "finished", "failed", "pinned", "migrated", "stranded", "resume"]
+        ),
         start=st.integers(0, 7),
     )
     def stray(self, name, sender, attempt, kind, start):

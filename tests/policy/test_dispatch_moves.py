@@ -181,7 +181,9 @@ def test_whoever_is_lost_on_the_way_the_prompt_is_computed_again(lost):
 def test_stranded_kv_is_computed_again_until_the_attempts_are_used_up(sender):
     dispatcher = to_migrating()
     for attempt in range(1, MAX_ATTEMPTS):
-        orders = answered(dispatcher, dispatcher.stranded(sender, Stranded("r", attempt, "the wire is cut"), 2.0), now=2)
+        orders = answered(
+            dispatcher, dispatcher.stranded(sender, Stranded("r", attempt, "the wire is cut"), 2.0), now=2
+        )
         assert orders[:4] == released("d", "m0", "m1", "p", attempt=attempt)
         assert told(orders[4:]) == [("p", Prefill)]
         hand_over(dispatcher, attempt=attempt + 1)
