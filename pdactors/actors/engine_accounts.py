@@ -13,7 +13,7 @@ from pdactors.messages import DecodePart, LeaseInfo, Load, PrefillPart, Report, 
 if TYPE_CHECKING:
     from pdactors.actors.actor import Actor
     from pdactors.actors.engine import EngineActor
-    from pdactors.engine.runner import Outcome
+    from pdactors.engine.step import Outcome
     from pdactors.kv.loans import Loans
 
 
@@ -46,9 +46,9 @@ def token(actor: EngineActor, outcome: Outcome) -> Token:
     sequence, sampled = outcome.sequence, outcome.sampled
     index = len(sequence.tokens) - 1
     prefill = decode = None
-    if index == 0:
+    if index == sequence.num_given and sequence.handle is None:
         prefill = PrefillPart(sequence.num_cached, sequence.received_s, sequence.begin_s, actor.clock())
-    elif index == 1 and sequence.handle is not None:
+    elif index == sequence.num_given and sequence.handle is not None:
         decode = DecodePart(
             sequence.path, sequence.sent_s, sequence.adopted_s, sequence.path_reason, sequence.handle.codec
         )

@@ -9,7 +9,6 @@ from collections import Counter
 from dataclasses import replace
 
 from pdactors import errors
-from pdactors.kv.prefix import chain
 from pdactors.messages import (
     Adopted,
     CacheChanged,
@@ -36,10 +35,12 @@ from pdactors.policy import tasks
 from pdactors.policy.admission import Limits, Pace, refusal
 from pdactors.policy.fleet import Engine, FleetState
 from pdactors.policy.placement import DecodeDecision, EngineView, Place, choose_prefill, schedule_decode
+from pdactors.policy.prefix_keys import PrefixKeys
 from pdactors.policy.relief import relieve
 from pdactors.policy.requests import Request, RequestTable, Stage
 from pdactors.policy.retries import ASK_AGAIN_S, MAX_ATTEMPTS, backoff_s
 from pdactors.policy.tasks import Order
+from pdactors.token_ids import TokenIds
 
 PIN_TIMEOUT_S = 1.0  # an owner that does not answer in time lends nothing
 FIRST_ROLES = ("prefill", "worker")  # who computes prompts
@@ -104,12 +105,12 @@ class Dispatcher:
         if ask.request in self.requests:
             return self._drop(ask)
         self._num_asked += 1
-        request = Request(ask, gateway, now, self._num_asked, ask.attempt, ask.generated)
+        keys = self._keys(ask, ask.generated)
+        request = Request(ask, gateway, now, self._num_asked, keys, ask.attempt, ask.generated)
         queued, sizes = len(self.requests.queued), self.fleet.sequence_sizes(self.limits.block_tokens)
         refused = refusal(ask, self.limits, sizes, queued, self._pace.retry_after_s(queued, now))
         if refused is not None:
             return [Order(gateway, tasks.reject(request, refused))]
-        self._set_digests(request)
         self.requests.add(request)
         return self._advance(now)
 
@@ -120,7 +121,7 @@ class Dispatcher:
         if request is None or not is_asked or request.gateway != gateway:
             return self._drop(message)
         request.generated = message.generated
-        self._set_digests(request)
+        request.keys = self._keys(request.ask, message.generated)
         self.requests.move(request, Stage.QUEUED)
         return self._advance(now)
 
@@ -252,7 +253,8 @@ class Dispatcher:
             for view in self._views(*FIRST_ROLES)
             if view.has_capacity
         ]
-        cached = {view.name: self.limits.block_tokens * self._num_readable(request, view.name) for view in views}
+        coming = self.requests.coming
+        cached = {view.name: self.fleet.num_readable(request.keys, view.name, coming(view.name)) for view in views}
         target = choose_prefill(
             views,
             request.num_tokens,
@@ -264,7 +266,7 @@ class Dispatcher:
             return []
         request.num_cached = cached[target]
         self._plan_decode(request, target)
-        shares = self.fleet.index.shares(request.digests, target, self.fleet.neighbours(target))
+        shares, request.prefix_tokens = self.fleet.shares(request.keys, target)
         if not shares:
             self.requests.move(request, Stage.PREFILLING, target)
             return [Order(target, tasks.prefill(request))]
@@ -332,14 +334,8 @@ class Dispatcher:
         self.requests.move(request, Stage.ADOPTING, target)
         return [Order(target, tasks.decode(request, handle, now))]
 
-    def _num_readable(self, request: Request, name: str) -> int:
-        return self.fleet.num_readable(request.digests, name, self.requests.coming(name))
-
-    def _set_digests(self, request: Request) -> None:
-        """Know by which digests what is cached of a request's tokens is found; one token is left to compute."""
-        block_tokens = self.limits.block_tokens
-        useful = (request.num_tokens - 1) // block_tokens * block_tokens
-        request.digests = tuple(chain(request.tokens[:useful], block_tokens, self.limits.prefix_key))
+    def _keys(self, ask: Generate, generated: TokenIds) -> PrefixKeys:
+        return PrefixKeys([*ask.prompt, *generated], self.limits.block_tokens, self.limits.prefix_key)
 
     def _views(self, *roles: str) -> list[EngineView]:
         return self.fleet.views(self.requests.assigned, *roles)
