@@ -113,7 +113,8 @@ def spawn(module: str, arguments: Sequence[str], data: bytes, fds: Sequence[int]
 
 def spawn_actor(spec: ActorSpec) -> Process:
     """Start an actor in a Python of its own."""
-    return spawn("pdactors.actors", [spec.name, spec.run_id], encode_spec(spec), msgspec.structs.astuple(spec.fds))
+    arguments = [spec.name, spec.run_id, str(spec.supervisor_pid)]
+    return spawn("pdactors.actors", arguments, encode_spec(spec), msgspec.structs.astuple(spec.fds))
 
 
 class Nursery:
@@ -156,7 +157,7 @@ class Nursery:
         ours, theirs = socket.socketpair()
         with theirs:
             spec = msgspec.structs.replace(self._spec, run_id=run_id, socket=theirs.fileno())
-            arguments = ["nursery", spec.run_id]
+            arguments = ["nursery", spec.run_id, str(spec.supervisor_pid)]
             self.process = spawn(
                 "pdactors.actors.nursery", arguments, msgspec.msgpack.encode(spec), [*self._fds, spec.socket]
             )
