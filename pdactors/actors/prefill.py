@@ -51,27 +51,26 @@ class PrefillActor(EngineActor):
             if not sequence.ship_to or sequence not in self.engine.running:
                 continue
             start, stop = sequence.num_announced, sequence.num_stored // self.spec.layout.block_tokens
-            while start < stop and sequence.blocks[start] in sequence.borrowed:
-                start += 1
-            blocks = tuple(sequence.blocks[start:stop])
-            if not blocks:
-                continue
-            try:
-                lease = self.loans.lend(sequence.key, blocks, self.clock())
-            except Overloaded:  # they go with the rest
-                continue
             sequence.num_announced = stop
-            self.tell(
-                self.migrator,
-                Announce(
-                    *sequence.key,
-                    sequence.ship_to,
-                    Segment(self.spec.name, lease, start, blocks),
-                    sequence.num_tokens,
-                    tuple(sequence.digests),
-                    "interactive" if sequence.is_urgent else "batch",
-                ),
-            )
+            for begin, blocks in sequence.own_runs(start, stop):
+                self._announce(sequence, begin, blocks)
+
+    def _announce(self, sequence: Sequence, start: int, blocks: tuple[int, ...]) -> None:
+        try:
+            lease = self.loans.lend(sequence.key, blocks, self.clock())
+        except Overloaded:  # they go with the rest
+            return
+        self.tell(
+            self.migrator,
+            Announce(
+                *sequence.key,
+                sequence.ship_to,
+                Segment(self.spec.name, lease, start, blocks),
+                sequence.num_tokens,
+                tuple(sequence.digests),
+                "interactive" if sequence.is_urgent else "batch",
+            ),
+        )
 
     def released(self, request: str, attempt: int) -> None:
         super().released(request, attempt)

@@ -85,3 +85,18 @@ def test_its_table_is_described_run_by_run_under_whoever_lends_it():
         Segment("d", theirs, 3, (103,)),
         Segment("p", ours, 4, (8,)),
     )
+
+
+@pytest.mark.parametrize(
+    ("borrowed", "start", "stop", "runs"),
+    [
+        (set(), 0, 3, [(0, (10, 11, 12))]),
+        ({10}, 0, 3, [(1, (11, 12))]),
+        ({11}, 0, 4, [(0, (10,)), (2, (12, 13))]),
+        ({11, 13}, 1, 4, [(2, (12,))]),
+        ({10, 11, 12, 13}, 0, 4, []),
+        (set(), 2, 2, []),
+    ],
+)
+def test_runs_of_our_own_blocks_lie_around_what_is_borrowed(borrowed, start, stop, runs):
+    assert make(blocks=[10, 11, 12, 13], borrowed=borrowed).own_runs(start, stop) == runs
