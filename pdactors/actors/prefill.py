@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pdactors.actors.actor import ROUTER
+from pdactors.actors.blueprint import SPARE_LEASES
 from pdactors.actors.engine import EngineActor
 from pdactors.actors.spec import ActorSpec
 from pdactors.engine.model import PagedModel
@@ -19,6 +20,7 @@ class PrefillActor(EngineActor):
 
     def __init__(self, spec: ActorSpec, transport: Transport, model: PagedModel) -> None:
         super().__init__(spec, transport, model)
+        self._num_handovers = self.arena.leases().leases_per_slot - SPARE_LEASES  # those that are kept for them
         self._behind: dict[tuple[str, int], set[Lease]] = {}  # what handed-over sequences borrow from others
         self.accept(Prefill, self.take_prompt, "router")
 
@@ -56,10 +58,9 @@ class PrefillActor(EngineActor):
                 self._announce(sequence, begin, blocks)
 
     def _announce(self, sequence: Sequence, start: int, blocks: tuple[int, ...]) -> None:
-        try:
-            lease = self.loans.lend(sequence.key, blocks, self.clock())
-        except Overloaded:  # they go with the rest
+        if self.loans.num_left <= self._num_handovers:  # they go with the rest
             return
+        lease = self.loans.lend(sequence.key, blocks, self.clock())
         self.tell(
             self.migrator,
             Announce(

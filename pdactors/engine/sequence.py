@@ -91,7 +91,7 @@ class Sequence:
         return [block for block in self.blocks if block not in self.borrowed]
 
     def own_runs(self, start: int, stop: int) -> list[tuple[int, tuple[int, ...]]]:
-        """Return the runs of our own blocks among `start .. stop` of the table, each with the index that it begins at."""
+        """Return the runs of our own blocks among `start .. stop` of the table, each with its first index."""
         runs = groupby(range(start, stop), key=lambda i: self.blocks[i] in self.borrowed)
         own = [list(run) for is_borrowed, run in runs if not is_borrowed]
         return [(run[0], tuple(self.blocks[run[0] : run[-1] + 1])) for run in own]

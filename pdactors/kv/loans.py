@@ -61,6 +61,11 @@ class Loans:
         """Whom something is lent for."""
         return tuple(self._lent)
 
+    @property
+    def num_left(self) -> int:
+        """How many leases more could be given."""
+        return self._lessor.num_left
+
     def is_lent(self, key: Key, lease: Lease) -> bool:
         """Whether we still honour that lease."""
         return lease in self._lent.get(key, ())

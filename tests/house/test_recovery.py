@@ -29,7 +29,7 @@ CHUNKS_S = 0.1  # after which some prompts are half computed
 ENDS = {"worker_lost", "connection"}  # how a request may end that loses its router or gateway
 
 
-@pytest.fixture(scope="module", params=["lease", "ucx"])
+@pytest.fixture(scope="module")
 def cluster(request: pytest.FixtureRequest, start: Any) -> Iterator[Cluster]:
     """One prefill, two decodes; KV is read in place, or moved by a migrator even inside the node."""
     if request.param == "ucx":
@@ -138,8 +138,13 @@ async def _hurt(cluster: Cluster, asks: Asks, role: str, number: signal.Signals)
     return found, pid
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
 @pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize(
+    ("cluster", "number"),
+    [("lease", signal.SIGKILL), ("lease", signal.SIGSTOP), ("ucx", signal.SIGKILL)],
+    ids=["lease-SIGKILL", "lease-SIGSTOP", "ucx-SIGKILL"],
+    indirect=["cluster"],
+)
 def test_whoever_is_lost_each_answer_is_as_alone(
     cluster: Cluster, make_ids: MakeIds, alone: Any, wait: Any, role: str, number: signal.Signals
 ) -> None:
