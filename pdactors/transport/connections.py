@@ -40,9 +40,9 @@ class _Connection:
 class Connections:
     """The connections of one listener, by the descriptor that ZeroMQ has for them."""
 
-    def __init__(self, *, max_unread_bytes: int, max_connections: int = MAX_CONNECTIONS) -> None:
+    def __init__(self, *, max_unread_bytes: int, max_connections: int = 0) -> None:
         self._max_unread_bytes = max_unread_bytes
-        self._max_connections = max_connections
+        self._max_connections = max_connections or MAX_CONNECTIONS
         self._of: dict[int, _Connection] = {}
         self._fd_of: dict[bytes, int] = {}
 

@@ -24,7 +24,7 @@ from pdactors.transport.contracts import Busy, Frames, Peer, PeerGone, Receive
 
 MAX_QUEUE = 10_000
 MAX_BYTES = 1 << 26
-MAX_FRAMES = 16  # of a message
+MAX_FRAMES = 16  # of a message; what follows is dropped
 HANDSHAKE_MS = 5000
 LINGER_MS = 300
 DRAIN_S = 0.005  # of messages handled before the loop's other work gets a turn
@@ -220,9 +220,8 @@ class ZmqListener(_Socket):
         frames: list[bytes] = []
         while self._socket.getsockopt(zmq.RCVMORE):
             if len(frames) == MAX_FRAMES:
-                self._is_skipping = True
-                self._connections.cut(peer)
-                return
+                self._is_skipping = True  # the rest is for nobody
+                break
             frames.append(self._socket.recv(zmq.NOBLOCK))
         self._receive(peer, frames)
 
