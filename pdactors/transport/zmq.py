@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import zmq
 from zmq import constants
@@ -57,76 +57,80 @@ class ZmqTransport:
         max_bytes: int = MAX_BYTES,
         admits: Collection[str] | None = None,
     ) -> ZmqListener:
-        socket = self._socket(zmq.ROUTER, max_bytes)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.IPV6, "[" in address)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        if self._keys is not None:
-            self._be_curve_server(socket, [self._keys.server] if admits is None else admits)
-        if fd is not None:
-            socket.setsockopt(constants.SocketOption.USE_FD, os.dup(fd))
-        connections = Connections(max_unread_bytes=2 * max_bytes)
-        watching = _Watching(self._context, socket, connections)
-        self._sockets.append(watching)
-        try:
-            socket.bind(address)
-        except zmq.ZMQError as error:
-            socket.close(linger=0)
-            raise ConnectionLost(f"cannot listen on {address}: {error}") from error
-        listener = ZmqListener(socket, receive, connections, watching)
+        with self._opening(zmq.ROUTER, max_bytes) as socket:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            socket.setsockopt(zmq.IPV6, "[" in address)
+            socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+            if self._keys is not None:
+                self._be_curve_server(socket, self._keys, [self._keys.server] if admits is None else admits)
+            if fd is not None:
+                socket.setsockopt(constants.SocketOption.USE_FD, os.dup(fd))
+            connections = Connections(max_unread_bytes=2 * max_bytes)
+            watching = _Watching(self._context, socket, connections)
+            self._sockets.append(watching)
+            try:
+                socket.bind(address)
+            except zmq.ZMQError as error:
+                raise ConnectionLost(f"cannot listen on {address}: {error}") from error
+            listener = ZmqListener(socket, receive, connections, watching)
         self._sockets.append(listener)
         return listener
 
     def connect(self, address: str, identity: Peer, receive: Receive) -> ZmqChannel:
-        socket = self._socket(zmq.DEALER, MAX_BYTES)
-        socket.setsockopt(zmq.IDENTITY, identity)
-        socket.setsockopt(zmq.IPV6, "[" in address)
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        if self._keys is not None:
-            self._set_key(socket)
-            socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.server.encode())
-        try:
-            socket.connect(address)
-        except zmq.ZMQError as error:
-            socket.close(linger=0)
-            raise ConnectionLost(f"cannot connect to {address}: {error}") from error
-        channel = ZmqChannel(socket, receive)
+        with self._opening(zmq.DEALER, MAX_BYTES) as socket:
+            socket.setsockopt(zmq.IDENTITY, identity)
+            socket.setsockopt(zmq.IPV6, "[" in address)
+            socket.setsockopt(zmq.RECONNECT_IVL, 50)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            if self._keys is not None:
+                _set_key(socket, self._keys)
+                socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.server.encode())
+            try:
+                socket.connect(address)
+            except zmq.ZMQError as error:
+                raise ConnectionLost(f"cannot connect to {address}: {error}") from error
+            channel = ZmqChannel(socket, receive)
         self._sockets.append(channel)
         return channel
 
-    def _socket(self, kind: int, max_bytes: int) -> zmq.Socket[bytes]:
+    @contextlib.contextmanager
+    def _opening(self, kind: int, max_bytes: int) -> Iterator[zmq.Socket[bytes]]:
+        """Make a socket, which is closed again if it cannot be used: the context waits for every one."""
         socket = self._context.socket(kind)
-        socket.setsockopt(zmq.SNDHWM, MAX_QUEUE)
-        socket.setsockopt(zmq.RCVHWM, MAX_QUEUE)
-        socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
-        return socket
+        try:
+            socket.setsockopt(zmq.SNDHWM, MAX_QUEUE)
+            socket.setsockopt(zmq.RCVHWM, MAX_QUEUE)
+            socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+            yield socket
+        except BaseException:
+            socket.close(linger=0)
+            raise
 
-    def _be_curve_server(self, socket: zmq.Socket[bytes], admits: Collection[str]) -> None:
+    def _be_curve_server(self, socket: zmq.Socket[bytes], keys: CurveKeys, admits: Collection[str]) -> None:
         if not self._admitted:
             self._sockets.append(_Doorkeeper(self._context, self._admitted))
         domain = b"listener-%d" % len(self._admitted)
         self._admitted[domain] = frozenset(z85.decode(key) for key in admits)
-        self._set_key(socket)
+        _set_key(socket, keys)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.ZAP_DOMAIN, domain)
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-
-    def _set_key(self, socket: zmq.Socket[bytes]) -> None:
-        assert self._keys is not None
-        secret = self._keys.secret.encode()
-        try:
-            public = zmq.curve_public(secret)
-        except zmq.ZMQError:
-            raise ConfigError("a CURVE key file does not hold a valid key; `pdactors keys` makes them") from None
-        socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
 
     def close(self) -> None:
         for socket in reversed(self._sockets):  # a listener before what watches it
             socket.close()
         self._sockets.clear()
         self._context.term()
+
+
+def _set_key(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
+    secret = keys.secret.encode()
+    try:
+        public = zmq.curve_public(secret)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+    except (zmq.ZMQError, ValueError):
+        raise ConfigError("a CURVE key file does not hold a valid key; `pdactors keys` makes them") from None
 
 
 class _Socket:
