@@ -16,6 +16,7 @@ from pdactors.errors import BadRequest
 from pdactors.token_ids import TokenIds, from_wire, to_wire
 
 PROTOCOL_VERSION = 1
+MAX_REASON = 400  # characters of an error about what came
 
 Role = Literal["router", "gateway", "migrator", "prefill", "decode", "worker", "supervisor"]
 State = Literal["starting", "ready", "draining", "stopping", "lost"]
@@ -690,6 +691,9 @@ def decode(decoder: msgspec.msgpack.Decoder[T], frames: Sequence[bytes | memoryv
 
 def explain(error: Exception) -> str:
     """Put a msgspec error with the field first: `max_tokens: expected `int` >= 1`."""
-    what, _, place = str(error).partition(" - at `$")
+    text = str(error)
+    if len(text) > MAX_REASON:  # it quotes what came
+        text = f"{text[:MAX_REASON]}…"
+    what, _, place = text.partition(" - at `$")
     place = place.rstrip("`").lstrip(".").removeprefix("body.")
     return f"{place}: {what[:1].lower()}{what[1:]}" if place else f"malformed message: {what}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from pdactors.cli.conceal import conceal
 from pdactors.errors import PDError
 from pdactors.version import VERSION
 
@@ -24,6 +25,7 @@ COMMANDS = {
     "bench": ("pdactors.cli.bench", "Measure, each figure beside its reference."),
     "model": ("pdactors.cli.model", "Fetch and list models."),
     "config": ("pdactors.cli.config", "Show the effective cluster file."),
+    "keys": ("pdactors.cli.keys", "Make keys and tokens for a cluster that others can reach."),
 }
 
 
@@ -45,6 +47,7 @@ class LazyGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Turn our errors into one line and exit status 1; click's own usage errors exit with 2."""
+        conceal(sys.argv)
         try:
             return super().invoke(ctx)
         except PDError as error:
