@@ -63,7 +63,7 @@ def make_report(bench: ServeBench, records: Mapping[str, Sequence[Record]]) -> s
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1>"
         f'<p class="verdict">{html.escape(bench.verdict)}</p>'
-        f"<p>{html.escape(bench.model)} in {html.escape(bench.dtype)} on {bench.cores} cores; "
+        f"<p>{html.escape(bench.model)} in {html.escape(bench.dtype)} on {html.escape(bench.place)}; "
         f"{html.escape(load_words(bench))}; seed {bench.seed}.</p>"
         f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
         f"<p>{html.escape(LEGEND)}.</p><ul>{items}</ul>{figures}</body></html>\n"

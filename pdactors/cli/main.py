@@ -22,6 +22,9 @@ COMMANDS = {
     "verify": ("pdactors.cli.verify", "Compare greedy tokens with transformers, token by token."),
     "leaks": ("pdactors.cli.leaks", "Look for leases, blocks and processes that are held for nobody."),
     "bench": ("pdactors.cli.bench", "Measure, each figure beside its reference."),
+    "calibrate": ("pdactors.cli.calibrate", "Measure what steps and transfers cost here, for `simulate`."),
+    "simulate": ("pdactors.cli.simulate", "Predict what `bench serve` would measure."),
+    "plan": ("pdactors.cli.plan", "Find the cheapest cluster that holds a rate within an objective."),
     "model": ("pdactors.cli.model", "Fetch and list models."),
     "config": ("pdactors.cli.config", "Show the effective cluster file."),
 }
