@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pdactors.bench.figures import Objective
     from pdactors.bench.results import Load, ServeBench
     from pdactors.bench.serve import Traffic
+    from pdactors.bench.workload import Kind
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -38,8 +39,25 @@ def objective(_ctx: click.Context, _option: click.Parameter, text: str) -> Objec
     return Objective(**values)
 
 
+def kind_of(_ctx: click.Context, _option: click.Parameter, text: str) -> Kind | None:
+    """Read `--lengths`; None if it was left out."""
+    from pdactors.bench.workload import lengths
+
+    try:
+        return lengths(text) if text else None
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
 _OPTIONS = (
     click.option("--workload", type=click.Choice(WORKLOADS), help="What is asked.  [default: mixed]"),
+    click.option(
+        "--lengths",
+        callback=kind_of,
+        default="",
+        metavar="PROMPT:ANSWER",
+        help="Tokens of each request, instead of a workload: 1000:200 or 64-499:2000-10000.",
+    ),
     click.option("--trace", type=FILE, help="Ask what a trace in Mooncake's JSONL form has, instead."),
     click.option("--scale", type=click.FloatRange(1, 512), help="Divides the trace's lengths.  [default: 1]"),
     click.option(
@@ -72,7 +90,7 @@ def traffic_of(options: dict[str, Any]) -> Traffic:
     """Make the load that the options describe; raises UsageError where they contradict each other."""
     from pdactors.bench.serve import Traffic
 
-    for names in (("workload", "trace"), ("rate", "concurrency", "find_max_rate"), ("seconds", "requests")):
+    for names in (("workload", "lengths", "trace"), ("rate", "concurrency", "find_max_rate"), ("seconds", "requests")):
         given = [f"--{name.replace('_', '-')}" for name in names if options[name]]
         if len(given) > 1:
             raise click.UsageError(f"{' and '.join(given)} exclude each other")
@@ -86,6 +104,7 @@ def traffic_of(options: dict[str, Any]) -> Traffic:
         objective=options["slo"],
         rounds=options["rounds"],
         seed=options["seed"],
+        kind=options["lengths"],
     )
 
 

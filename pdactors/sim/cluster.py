@@ -135,12 +135,21 @@ class SimCluster:
 
     # ---- Requests --------
 
-    def run(self, requests: Iterable[Request], *, patience_s: float) -> list[Record]:
-        """Have requests arrive when they are due, each taking `patience_s` at most; return what became of them."""
-        coming = iter(requests)
-        self._ended = _nothing
-        has_more = self._schedule(coming, patience_s)
-        self.clock.run(lambda: not has_more() and not self._answers)
+    def run(
+        self, requests: Iterable[Request], *, patience_s: float, is_enough: Callable[[Record], bool] | None = None
+    ) -> list[Record]:
+        """Have requests arrive when they are due, each taking `patience_s` at most; return what became of them.
+
+        `is_enough` is told of each that ends, and may say that no more need be known.
+        """
+        is_over = [False]
+
+        def ended() -> None:
+            is_over[0] = is_enough is not None and is_enough(self.records[-1])
+
+        self._ended = ended
+        has_more = self._schedule(iter(requests), patience_s)
+        self.clock.run(lambda: is_over[0] or (not has_more() and not self._answers))
         return self.records
 
     def run_closed(

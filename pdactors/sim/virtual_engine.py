@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from pdactors.engine.runner import Engine, EngineLimits
+from pdactors.engine.batch import Span, StepBatch
+from pdactors.engine.runner import Engine, EngineLimits, Outcome, Step, StepResult
 from pdactors.engine.sampling import Sampled
-from pdactors.engine.runner import Outcome, Step, StepResult
+from pdactors.engine.sequence import Sequence
 from pdactors.kv.blocks import BlockPool
 from pdactors.kv.layout import KVLayout
+from pdactors.policy.batching import Portion
 from pdactors.sim.memory import NoBytes
 
 _TOKEN = Sampled(0)
@@ -25,7 +27,8 @@ class VirtualEngine(Engine):
 
         0 if the next step is none, or if memory could run out on the way: then each step is planned by itself.
         """
-        if self.waiting or not self.running or any(s.is_prompt for s in self.running):
+        is_open = self.waiting and len(self.running) < self.limits.max_sequences
+        if is_open or not self.running or any(s.is_prompt for s in self.running):
             return 0
         steps = min(s.sampling.max_tokens - len(s.tokens) for s in self.running)
         num_blocks = self.arena.layout.num_blocks
@@ -43,6 +46,22 @@ class VirtualEngine(Engine):
             self._index_full_blocks(sequence)
             outcomes.append(Outcome(sequence, _TOKEN, self._finish(sequence)))
         return outcomes
+
+    def _prepare(self, runnable: list[Sequence], portions: list[Portion]) -> Step:
+        """Give the sequences their blocks; of what a model would need, spans without tables are left."""
+        spans, chosen, sampled = [], [], []
+        num_rows = 0
+        for portion in portions:
+            sequence = runnable[portion.index]
+            stop = sequence.num_stored + portion.num_tokens
+            if (missing := self.arena.layout.num_blocks(stop) - len(sequence.blocks)) > 0:
+                self._grow(sequence, missing)
+            spans.append(Span(num_rows, portion.num_tokens, stop, ()))
+            num_rows += portion.num_tokens
+            chosen.append((sequence, portion.num_tokens))
+            if stop == sequence.num_tokens:
+                sampled.append(sequence)
+        return Step(chosen, StepBatch(range(num_rows), (), spans, ()), sampled, [])
 
     def take_in(self, step: Step) -> list[Outcome]:
         """Commit a step of which nothing was computed."""
