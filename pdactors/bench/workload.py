@@ -49,7 +49,9 @@ WORKLOADS: dict[str, tuple[Kind, ...]] = {
 def lengths(text: str) -> Kind:
     """Read `PROMPT:ANSWER`, each a number of tokens or `FEWEST-MOST`; raises ValueError that says what is wrong."""
     parts = [part.split("-") for part in text.split(":")]
-    if len(parts) != 2 or not all(len(part) in (1, 2) and all(n.isascii() and n.isdecimal() for n in part) for part in parts):
+    if len(parts) != 2 or not all(
+        len(part) in (1, 2) and all(n.isascii() and n.isdecimal() for n in part) for part in parts
+    ):
         raise ValueError(f"{text!r}: write PROMPT:ANSWER in tokens, as in 1000:200 or 64-499:2000-10000")
     prompt, answer = ((int(part[0]), int(part[-1])) for part in parts)
     if not (1 <= prompt[0] <= prompt[1] and 1 <= answer[0] <= answer[1]):

@@ -12,6 +12,7 @@ from pdactors.cli.options import config_options, parse_modes
 from pdactors.cli.traffic import show_measurement, traffic_of, traffic_options
 from pdactors.config.cluster import Mode
 
+
 @click.command("serve", epilog="Example:  pdactors bench serve --workload mixed --rate 2 --rounds 3 -o report.html")
 @config_options
 @click.option(

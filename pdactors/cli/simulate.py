@@ -26,7 +26,9 @@ from pdactors.config.cluster import Mode
 )
 @traffic_options
 @click.option("--cost", type=FILE, help="Durations as `pdactors calibrate` measured them.")
-@click.option("--hardware", default="cpu", show_default=True, help="Or those of a data sheet: a100-80g, h100, h200, cpu.")
+@click.option(
+    "--hardware", default="cpu", show_default=True, help="Or those of a data sheet: a100-80g, h100, h200, cpu."
+)
 @click.option("--tp", type=click.IntRange(1, 64), default=1, show_default=True, help="Devices of each engine.")
 @click.option("--hide-caches", is_flag=True, help="Place requests without knowing what engines have cached.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -68,13 +68,9 @@ _OPTIONS = (
     click.option("--concurrency", type=click.IntRange(1, 4096), help="Requests in flight, instead of a rate."),
     click.option("--find-max-rate", is_flag=True, help="Look for the highest rate that meets the objective, instead."),
     click.option("--slo", callback=objective, default="", metavar="ttft_ms=2000,tpot_ms=150", help="The objective."),
-    click.option(
-        "--seconds", type=click.FloatRange(0, min_open=True), help="Of arrivals, of each run.  [default: 60]"
-    ),
+    click.option("--seconds", type=click.FloatRange(0, min_open=True), help="Of arrivals, of each run.  [default: 60]"),
     click.option("--requests", type=click.IntRange(min=1), help="Of each run, instead of seconds."),
-    click.option(
-        "--rounds", type=click.IntRange(1, 1000), default=1, show_default=True, help="The modes take turns."
-    ),
+    click.option("--rounds", type=click.IntRange(1, 1000), default=1, show_default=True, help="The modes take turns."),
     click.option("--seed", type=int, default=1, show_default=True, help="Of the requests and their arrivals."),
 )
 

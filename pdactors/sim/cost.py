@@ -20,8 +20,9 @@ import msgspec
 from msgspec import Struct
 
 from pdactors.engine.batch import Span
-from pdactors.errors import ConfigError
 from pdactors.engine.shape import ModelDtype
+from pdactors.errors import ConfigError
+from pdactors.kv.codec import CodecName
 from pdactors.messages import explain
 from pdactors.policy.codec_choice import CodecCost
 from pdactors.sim.hardware import Hardware, Links
@@ -92,7 +93,7 @@ class CostModel(Struct, frozen=True):
     links: Links
     control_s: float  # one message
     request_s: float = 0.0  # what a request takes before the router has it: connection, tokeniser
-    codecs: dict[str, CodecCost] = {}
+    codecs: dict[CodecName, CodecCost] = {}
     crowd: Crowd = Crowd()
     version: int = COST_VERSION
 
@@ -139,7 +140,7 @@ def roofline(model: ModelSize, dtype: ModelDtype, hardware: Hardware, tensor_par
     )
 
 
-_CODEC_RATIOS = {"int8": 0.5625, "int4": 0.375}  # kv/codec.py
+_CODEC_RATIOS: dict[CodecName, float] = {"int8": 0.5625, "int4": 0.375}  # kv/codec.py
 
 
 def _knee(params: int, size: int, flops_s: float, bytes_s: float, sent_s: float, fixed_s: float) -> Curve:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdactors.engine.runner import EngineLimits, Outcome, Step
+from pdactors.engine.runner import EngineLimits
 from pdactors.engine.sequence import Sequence
+from pdactors.engine.step import Outcome, Step
 from pdactors.kv.blocks import BlockPool
 from pdactors.messages import (
     Adopted,
@@ -26,6 +27,7 @@ from pdactors.messages import (
     Pinned,
     Prefill,
     Prefilled,
+    Priority,
     Release,
     Segment,
 )
@@ -124,6 +126,7 @@ class SimEngine:
         )
         for segment in message.prefix:
             self._borrow(sequence, segment)
+        sequence.set_tail_apart(message.prefix_tokens, self.node.layout.block_tokens)
         self._command(lambda: self.engine.submit(sequence))
 
     def _adopt(self, message: Decode) -> None:
@@ -147,9 +150,7 @@ class SimEngine:
             ):
                 self.pool.retain(segment.blocks)
                 sequence.kept.update(enumerate(segment.blocks, segment.start))
-        full, tail = divmod(handle.num_tokens, self.node.layout.block_tokens)
-        if tail:
-            sequence.tail_block = sequence.lent.pop(full, None)
+        sequence.set_tail_apart(handle.num_tokens, self.node.layout.block_tokens)
         self._command(lambda: self.engine.submit(sequence))
 
     def _borrow(self, sequence: Sequence, segment: Segment) -> None:
@@ -188,18 +189,22 @@ class SimEngine:
     def _next(self) -> None:
         while self._commands:
             self._commands.popleft()()
-        for sequence in self.engine.admit():
-            if sequence.num_admitted == 1 and self.member.role == "decode":
-                self._tell_router(Adopted(*sequence.key))
-        self.node.memory.mind(self.owner, self.engine.blocks_lacking())
+        self._admit()
+        while self.node.memory.mind(self.owner, self.engine.blocks_lacking()):
+            self._admit()
         self._tell_cache()
-        steps = 0 if self.node.host.is_shared else self.engine.num_unchanged()
+        steps = 0 if self.node.host.is_shared else self.engine.num_unchanged(self.node.memory.spare_blocks)
         if steps > 1:
             self._begin_run(steps)
         elif (step := self.engine.plan()) is not None:
             self._begin(step)
         elif self.engine.waiting or self.engine.running:
             self._watch()
+
+    def _admit(self) -> None:
+        for sequence in self.engine.admit():
+            if sequence.num_admitted == 1 and self.member.role == "decode":
+                self._tell_router(Adopted(*sequence.key))
 
     def _begin(self, step: Step) -> None:
         self._is_stepping, self._stalled_since = True, None
@@ -299,7 +304,7 @@ class SimEngine:
             lease = self.node.leases.lend(self.member.name, sequence.key, self.pool, blocks)
             sequence.num_announced = stop
             segment = Segment(self.member.name, lease, start, blocks)
-            priority = "interactive" if sequence.is_urgent else "batch"
+            priority: Priority = "interactive" if sequence.is_urgent else "batch"
             digests = tuple(sequence.digests)
             message = Announce(*sequence.key, sequence.ship_to, segment, len(sequence.prompt), digests, priority)
             self.node.tell_mover(message)

@@ -52,6 +52,11 @@ class NodeMemory:
         reachable = extents.reachable(self._num_extents, self._num_owners, self._minimum)
         return min(self._num_blocks, reachable * self.extent_blocks)
 
+    @property
+    def spare_blocks(self) -> int:
+        """With fewer to spare an owner asks for another extent."""
+        return (self.extent_blocks + 1) // 2
+
     def add(self, owner: Owner) -> None:
         """Take an owner in, with its first extent."""
         self._owners[len(self._owners)] = owner
@@ -60,7 +65,7 @@ class NodeMemory:
     def mind(self, owner: Owner, lacking: int) -> bool:
         """Get an owner the blocks that it lacks, and half an extent to spare; say whether it got any."""
         wanted = -(-lacking // self.extent_blocks)
-        if not wanted and owner.num_unreserved() < self.extent_blocks / 2:
+        if not wanted and owner.num_unreserved() < self.spare_blocks:
             wanted = 1
         if not wanted:
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from pdactors.messages import (
     Release,
     Segment,
 )
-from pdactors.policy.codec_choice import choose_codec
+from pdactors.policy.codec_choice import CodecCost, choose_codec
 from pdactors.policy.transfer import LinkRate, Transfer, TransferQueue, runs
 from pdactors.sim.memory import Key, Owner
 
@@ -142,7 +143,7 @@ class SimMover:
         return choose_codec(
             self.node.layout.num_blocks(num_tokens) * self.node.layout.block_bytes,
             link_bytes_s=self._rates[target].bytes_s,
-            costs={name: cost for name, cost in self.node.cost.codecs.items() if name in ("int8", "int4")},  # type: ignore[misc]
+            costs=self.node.cost.codecs,
             left_s=left_s,
         )
 
@@ -173,7 +174,8 @@ class SimMover:
             leaving = self._leaving[transfer.key]
             leaving.num_sending += 1
             size = transfer.num_blocks * self.node.layout.block_bytes
-            quantise_s = size / cost.quantise_bytes_s if (cost := self._codec_cost(leaving)) else 0.0
+            cost = self._codec_cost(leaving)
+            quantise_s = size / cost.quantise_bytes_s if cost else 0.0
             asked_s = 2 * self.node.cost.control_s  # Ask and Grant
             self.node.clock.after(asked_s + quantise_s, self._send, leaving, transfer)
 
@@ -227,7 +229,7 @@ class SimMover:
                 self.node.leases.give_back(lease)
             leaving.borrowed.clear()
 
-    def _codec_cost(self, leaving: _Leaving):  # type: ignore[no-untyped-def]
+    def _codec_cost(self, leaving: _Leaving) -> CodecCost | None:
         return None if leaving.codec == "none" else self.node.cost.codecs[leaving.codec]
 
     # ---- What arrives --------
@@ -330,6 +332,6 @@ class SimMover:
         if changes.added or changes.evicted:
             self.node.router.post(self.member.name, CacheChanged(tuple(changes.added), tuple(changes.evicted)))
 
-    def _say(self, action, *arguments) -> None:  # type: ignore[no-untyped-def]
+    def _say(self, action: Callable[..., object], *arguments: object) -> None:
         """Have another migrator hear something, one message later."""
         self.node.clock.after(self.node.cost.control_s, action, *arguments)

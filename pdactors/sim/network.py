@@ -35,7 +35,9 @@ class Network:
         """Make something known that transfers pass: a port, a rack's uplink."""
         self._resources[name] = _Resource(bytes_s)
 
-    def send(self, num_bytes: float, passes: tuple[Hashable, ...], latency_s: float, done: Callable[[], object]) -> None:
+    def send(
+        self, num_bytes: float, passes: tuple[Hashable, ...], latency_s: float, done: Callable[[], object]
+    ) -> None:
         """Begin a transfer; `done` is called when its last byte has arrived."""
         flow = _Flow(num_bytes, passes, lambda: self._clock.after(latency_s, done), since_s=self._clock.now)
         for name in passes:

@@ -15,7 +15,16 @@ from pdactors.bench.figures import Figures, Objective, figures, seconds_of, tpot
 from pdactors.bench.load import Record
 from pdactors.bench.rate_search import RateSearch
 from pdactors.bench.workload import Kind, arrive, make_requests
-from pdactors.config.cluster import ClusterConfig, ClusterSection, EngineSection, KVSection, Mode, ModelSection, NodeSection, RouterSection
+from pdactors.config.cluster import (
+    ClusterConfig,
+    ClusterSection,
+    EngineSection,
+    KVSection,
+    Mode,
+    ModelSection,
+    NodeSection,
+    RouterSection,
+)
 from pdactors.engine.manifest import Progress, silent
 from pdactors.engine.shape import ModelDtype
 from pdactors.errors import ConfigError
@@ -82,7 +91,7 @@ class Ratio(Struct, frozen=True):
 
 
 class PlanResult(Struct, frozen=True):
-    """`best` is the cheapest that holds the rate, `others` the cheapest of each other mode; None and [] if none does."""
+    """`best` is the cheapest that holds the rate, None if none does; `others` the cheapest of each other mode."""
 
     model: str
     hardware: str
@@ -126,11 +135,8 @@ class Planner:
 
     def plan(self, progress: Progress = silent) -> PlanResult:
         """Search. Returns the cheapest of each mode, cheapest first; of equals the one with the highest goodput."""
-        held = []
-        for mode in self.modes:
-            if (found := self._cheapest(mode, progress)) is not None:
-                held.append(found)
-        held.sort(key=_worth)
+        found = [self._cheapest(mode, progress) for mode in self.modes]
+        held = sorted((candidate for candidate in found if candidate is not None), key=_worth)
         best = held[0] if held else None
         separated = next((c.cluster for c in held if c.cluster.decode), None)
         ratios = self.ratios(separated, progress) if separated is not None else []
@@ -216,7 +222,7 @@ class Planner:
     # ---- The search --------
 
     def _cheapest(self, mode: Mode, progress: Progress) -> Candidate | None:
-        """Add engines of each width until the rate is held; then look whether another chunk or batch does with fewer."""
+        """Add engines of each width until the rate is held; then see whether another chunk or batch needs fewer."""
         best: Candidate | None = None
         for width in self.widths:
             most = self.max_devices // width if best is None else best.devices // width

@@ -1,13 +1,14 @@
-"""`VirtualEngine`: the engine's own scheduling with no model behind it, and many unchanged decode steps taken at once."""
+"""`VirtualEngine`: the engine's own scheduling with no model behind it; unchanged decode steps are taken at once."""
 
 from __future__ import annotations
 
 from typing import Any, cast
 
 from pdactors.engine.batch import Span, StepBatch
-from pdactors.engine.runner import Engine, EngineLimits, Outcome, Step, StepResult
+from pdactors.engine.runner import Engine, EngineLimits
 from pdactors.engine.sampling import Sampled
 from pdactors.engine.sequence import Sequence
+from pdactors.engine.step import Outcome, Step, StepResult
 from pdactors.kv.blocks import BlockPool
 from pdactors.kv.layout import KVLayout
 from pdactors.policy.batching import Portion
@@ -22,18 +23,22 @@ class VirtualEngine(Engine):
     def __init__(self, layout: KVLayout, pool: BlockPool, limits: EngineLimits) -> None:
         super().__init__(cast(Any, None), cast(Any, NoBytes(layout)), pool, limits)
 
-    def num_unchanged(self) -> int:
+    def num_unchanged(self, spare_blocks: int) -> int:
         """Return how many steps are decode steps of just these sequences, none of them ending before the last.
 
-        0 if the next step is none, or if memory could run out on the way: then each step is planned by itself.
+        0 if the next step is none. No more than leave `spare_blocks` blocks: with fewer, memory is asked for.
         """
         is_open = self.waiting and len(self.running) < self.limits.max_sequences
         if is_open or not self.running or any(s.is_prompt for s in self.running):
             return 0
         steps = min(s.sampling.max_tokens - len(s.tokens) for s in self.running)
         num_blocks = self.arena.layout.num_blocks
-        grown = sum(num_blocks(s.num_stored + steps) - len(s.blocks) - s.num_reserved for s in self.running)
-        return steps if grown <= self.num_unreserved else 0
+        while steps > 1:
+            grown = sum(num_blocks(s.num_stored + steps) - len(s.blocks) - s.num_reserved for s in self.running)
+            if grown <= self.num_unreserved - spare_blocks:
+                return steps
+            steps //= 2
+        return 0
 
     def decode(self, steps: int) -> list[Outcome]:
         """Take that many unchanged steps; the outcomes are those of the last one."""

@@ -7,6 +7,7 @@ from collections import Counter
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, precondition, rule
+from pdactors.policy.retries import ASK_AGAIN_S, MAX_ATTEMPTS, backoff_s
 
 from pdactors.kv.prefix import chain
 from pdactors.messages import (
@@ -37,7 +38,6 @@ from pdactors.messages import (
     Stranded,
 )
 from pdactors.policy.dispatch import PIN_TIMEOUT_S, Dispatcher, Limits
-from pdactors.policy.retries import ASK_AGAIN_S, MAX_ATTEMPTS, backoff_s
 from pdactors.token_ids import TokenIds
 
 ENGINES = {
@@ -363,7 +363,9 @@ class DispatcherMachine(RuleBasedStateMachine):
         name=names,
         sender=some_sender,
         attempt=some_attempt,
-        kind=st.sampled_from(["prefilled", "adopted", "finished", "failed", "pinned", "migrated", "stranded", "resume"]),
+        kind=st.sampled_from(
+            ["prefilled", "adopted", "finished", "failed", "pinned", "migrated", "stranded", "resume"]
+        ),
         start=st.integers(0, 7),
     )
     def stray(self, name, sender, attempt, kind, start):
