@@ -321,6 +321,8 @@ class SimEngine:
     def _release(self, key: Key) -> None:
         sequence = self.engine.find(*key)
         if sequence is not None:
+            if sequence.num_announced:  # an Announce of ours may have come after the migrator's own Release
+                self.node.tell_mover(Release(*key))
             self._leave(sequence)
         self.node.leases.revoke(self.member.name, key)
         self.lease_ended(key)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pdactors.config.cluster import ClusterConfig, NodeSection
 from pdactors.engine.runner import EngineLimits
 from pdactors.kv.layout import KVLayout
-from pdactors.messages import Announce, Member
+from pdactors.messages import Announce, Member, Release
 from pdactors.sim.clock import Clock
 from pdactors.sim.cost import CostModel
 from pdactors.sim.engine import SimEngine
@@ -67,7 +67,7 @@ class SimNode:
     def config(self) -> ClusterConfig:
         return self.router.config
 
-    def tell_mover(self, message: Announce) -> None:
+    def tell_mover(self, message: Announce | Release) -> None:
         """Have the node's migrator hear something, one message later."""
         self.clock.after(self.cost.control_s, self.mover.receive, message)
 
