@@ -71,7 +71,7 @@ class Migrator(Actor):
         self.accept(Extents, lambda _, message: self._add_extents(mover, message), "migrator")
         self.accept(RecallExtents, lambda _, message: mover.give_back(message.count), "migrator")
         self.accept(Pin, lambda _, message: mover.pin(message), "router")
-        self.accept(Release, lambda _, message: mover.release(message), "router")
+        self.accept(Release, lambda _, message: mover.release(message), "router", "prefill")
         self.accept(Migrate, lambda _, message: mover.outbound.migrate(message), "router")
         self.accept(Announce, lambda _, message: mover.outbound.announce(message), "prefill")
         self.accept(DataPort, mover.port_offered, "migrator")
