@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "pdactors"
 ORDER = (
-    "errors version config token_ids messages client_messages openai_messages transport kernels kv policy engine text "
+    "errors version config token_ids stamps messages client_messages openai_messages transport kernels kv policy engine text "
     "observe actors client sim bench cli"
 ).split()
 HOMES = {  # foreign library -> the only modules and packages that may import it

@@ -20,6 +20,7 @@ from pdactors.client_messages import (
     ClientPong,
     ClientRequest,
     ClientScale,
+    ClientTrace,
     ClientWelcome,
     ErrorEvent,
     RequestId,
@@ -58,6 +59,7 @@ class ClientServer:
         self._on(ClientRequest, self._request)
         self._on(ClientCancel, self._cancel)
         self._on(ClientAsk, self._ask)
+        self._on(ClientTrace, self._trace)
         self._on(ClientDrain, self._drain)
         self._on(ClientScale, self._scale)
         self._on(ClientPing, lambda peer, _client, _message: self._send(peer, ClientPong()))
@@ -130,6 +132,9 @@ class ClientServer:
 
     def _ask(self, peer: Peer, _client: _Client, message: ClientAsk) -> None:
         self._gateway.spawn(self._answer(peer, message.id, self._gateway.ask(message.what)))
+
+    def _trace(self, peer: Peer, _client: _Client, message: ClientTrace) -> None:
+        self._gateway.spawn(self._answer(peer, message.id, self._gateway.trace(message.request)))
 
     def _drain(self, peer: Peer, _client: _Client, message: ClientDrain) -> None:
         self._gateway.spawn(self._answer(peer, message.id, self._gateway.drain(message.actor)))
