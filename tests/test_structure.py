@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "pdactors"
 ORDER = (
-    "errors version config token_ids stamps messages client_messages openai_messages transport kernels kv policy engine text "
-    "observe actors client sim bench cli"
+    "errors version config token_ids stamps messages client_messages openai_messages transport kernels kv policy "
+    "engine text observe actors client sim bench cli"
 ).split()
 HOMES = {  # foreign library -> the only modules and packages that may import it
     "tokenizers": ("text/",),

@@ -120,7 +120,7 @@ def make_timeline(
         first=first,
         rest=rest,
         lanes=tuple(lanes),
-        silent=tuple(silent),
+        silent=tuple(unclear),
         detail={k: v for k, v in {**received.detail, **how}.items() if k not in ("id", "end", "message")},
     )
 
