@@ -13,8 +13,8 @@ from pdactors.messages import DecodePart, LeaseInfo, Load, PrefillPart, Report, 
 if TYPE_CHECKING:
     from pdactors.actors.actor import Actor
     from pdactors.actors.engine import EngineActor
-    from pdactors.engine.runner import Outcome, Step
     from pdactors.engine.sequence import Sequence
+    from pdactors.engine.step import Outcome, Step
     from pdactors.kv.loans import Loans
     from pdactors.observe.trail import Trail
 

@@ -19,6 +19,7 @@ from typing import Literal
 
 from pdactors.errors import InvariantError
 from pdactors.messages import Generate, Prefilled, Segment
+from pdactors.policy.prefix_keys import PrefixKeys
 from pdactors.policy.transfer import NO_WAY, Way
 
 MAX_MOVES = 100_000  # that are kept for someone to drain
@@ -55,6 +56,7 @@ class Request:
     gateway: str
     arrived_s: float
     number: int  # counts arrivals
+    keys: PrefixKeys  # by which what is cached of the prompt is found
     attempt: int = 1
     stage: Stage = Stage.QUEUED
     prefill: str = ""
@@ -64,10 +66,10 @@ class Request:
     prefilled_s: float = 0.0  # when that came
     way: Way = NO_WAY  # how the KV gets to decode
     movers: tuple[str, ...] = ()  # migrators that the KV moves through
-    digests: tuple[bytes, ...] = ()  # of the prompt's full blocks that need not be computed where they are cached
     num_cached: int = 0  # tokens of the prompt that its engine was expected to read when it was chosen
     pins: dict[int, str] = field(default_factory=dict)  # first block -> owner asked to lend, that has not answered
     prefix: list[Segment] = field(default_factory=list)  # what owners lend for the prefill
+    prefix_tokens: int = 0  # where that and what the prefill has itself end
     pinned_s: float = 0.0  # when they were asked
     is_copied: bool = False  # the decode engine was told to read copies of its own
     holders: set[str] = field(default_factory=set)
@@ -76,6 +78,11 @@ class Request:
     def rank(self) -> tuple[bool, int]:
         """Who is served first: interactive before batch, then the older."""
         return self.ask.priority != "interactive", self.number
+
+    @property
+    def digests(self) -> tuple[bytes, ...]:
+        """Digests of the prompt's full blocks that need not be computed where they are cached."""
+        return self.keys.digests
 
     @property
     def engine(self) -> str:
