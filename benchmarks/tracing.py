@@ -47,9 +47,8 @@ def engine_of(model: object, arena: Arena, batch: int, steps: int) -> Engine:
 def measure(model: object, batch: int, steps: int) -> None:
     layout = model.layout_for(BLOCK_TOKENS)
     num_blocks = batch * layout.num_blocks(PROMPT_TOKENS + 2 * steps + 8) + EXTENT_BLOCKS
-    size = num_blocks * layout.block_bytes
     with Arena.create(
-        layout, size, extent_blocks=EXTENT_BLOCKS, num_slots=1, leases_per_slot=1, max_lease_blocks=8
+        layout, num_blocks, extent_blocks=EXTENT_BLOCKS, num_slots=1, leases_per_slot=1, max_lease_blocks=8
     ) as arena:
         model.bind(arena.payload(), layout)
         engine = engine_of(model, arena, batch, steps)
