@@ -123,6 +123,7 @@ class DoneEvent(Event, frozen=True, tag="done"):
     path: Path
     path_reason: str = ""  # why the KV took no faster way
     codec: Codec = "none"  # that it went through
+    request: str = ""  # our id, by which `trace` finds it
 
 
 class ErrorEvent(Event, frozen=True, tag="error"):
@@ -169,7 +170,12 @@ class ClientBye(Message, frozen=True):
 
 class ClientAsk(Message, frozen=True):
     id: RequestId
-    what: Literal["status", "leaks"]
+    what: Literal["status", "leaks", "requests"]
+
+
+class ClientTrace(Message, frozen=True):
+    id: RequestId
+    request: Annotated[str, Meta(max_length=128)] = ""  # our id or the client's; "" for the last one
 
 
 class ClientDrain(Message, frozen=True):
@@ -185,7 +191,15 @@ class ClientScale(Message, frozen=True):
 
 
 ToGateway: TypeAlias = (
-    ClientHello | ClientRequest | ClientCancel | ClientPing | ClientBye | ClientAsk | ClientDrain | ClientScale
+    ClientHello
+    | ClientRequest
+    | ClientCancel
+    | ClientPing
+    | ClientBye
+    | ClientAsk
+    | ClientTrace
+    | ClientDrain
+    | ClientScale
 )
 
 

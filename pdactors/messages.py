@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from pdactors.errors import BadRequest
+from pdactors.stamps import Clock, Echo, Stamps
 from pdactors.token_ids import TokenIds, from_wire, to_wire
 
 PROTOCOL_VERSION = 1
@@ -22,7 +23,6 @@ Role = Literal["router", "gateway", "migrator", "prefill", "decode", "worker", "
 State = Literal["starting", "ready", "draining", "stopping", "lost"]
 Path = Literal["lease", "cuda_ipc", "ucx", "store", "none"]
 FinishReason = Literal["stop", "length", "cancelled"]
-
 Priority = Literal["interactive", "batch"]
 Codec = Literal["none", "int8", "int4"]  # of KV on the wire
 
@@ -132,6 +132,7 @@ class Load(Struct, frozen=True, omit_defaults=True):
     num_moved: int = 0  # sequences that a migrator sent to other nodes
     bytes_moved: int = 0
     way: str = ""  # how an engine computes its model, and why not on our kernels
+    busy_s: float = 0.0  # what all its steps took together
 
 
 class LeaseInfo(Struct, frozen=True):
@@ -161,6 +162,7 @@ class Report(Struct, frozen=True, omit_defaults=True):
     faults: tuple[str, ...] = ()  # what its check() found wrong
     dropped: int = 0  # late, duplicate, unknown messages
     counts: dict[str, int] = {}  # what else it counts: "retries", "leases_expired"
+    stamps: Stamps | None = None  # of the request that was asked for
 
 
 class TopLogprob(Struct, frozen=True, array_like=True):
@@ -259,6 +261,7 @@ class Stranger(Message, frozen=True):
 class Heartbeat(Message, frozen=True):
     state: State
     load: Load = Load()
+    echo: Echo | None = None
 
 
 class Generate(Message, frozen=True):
@@ -391,9 +394,10 @@ class Fence(Message, frozen=True):
 
 
 class Inspect(Message, frozen=True):
-    """Ask for a report; the gateway asks the router, the router asks everyone."""
+    """Ask for a report, with the stamps of a `request`; the gateway asks the router, the router asks everyone."""
 
     query: int
+    request: str = ""
 
 
 class Inspected(Message, frozen=True):
@@ -499,6 +503,7 @@ class Fleet(Message, frozen=True):
     num_requests: int = 0
     is_draining: bool = False  # nothing new is taken
     num_queued: int = 0  # of the requests: those that no engine has taken; router.max_queue limits them
+    sent_s: float = 0.0  # on the router's clock
 
 
 class Answered(Message, frozen=True):
@@ -517,6 +522,7 @@ class Surveyed(Message, frozen=True):
     reports: tuple[Report, ...]
     in_flight: tuple[str, ...]
     silent: tuple[str, ...] = ()
+    clocks: dict[str, Clock] = {}  # by actor, as far as they are known
 
 
 # ---- Engine and migrator of one node --------
@@ -665,7 +671,6 @@ Control: TypeAlias = (
 # ---- Codec --------
 
 T = TypeVar("T", bound=Message)
-
 _encoder = msgspec.msgpack.Encoder(enc_hook=to_wire)
 control_decoder: msgspec.msgpack.Decoder[Control] = msgspec.msgpack.Decoder(Control, dec_hook=from_wire)
 

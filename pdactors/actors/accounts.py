@@ -95,6 +95,8 @@ def _actor(report: Report) -> dict[str, Any]:
         },
         "step_ms": {"mean": step.mean, "p50": step.p50, "p99": step.p99},
         "way": report.load.way,
+        "busy_s": report.load.busy_s,
+        "counts": report.counts,
         "use": {
             phase: {"flops_share": use.flops_share, "bandwidth_share": use.bandwidth_share}
             for phase, use in (("prefill", report.load.prefill_use), ("decode", report.load.decode_use))

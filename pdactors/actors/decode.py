@@ -39,6 +39,7 @@ class DecodeActor(EngineActor):
             received_s=self.clock(),
             sent_s=message.sent_s if message.path == "lease" else self.clock() - message.waited_s,
         )
+        self.trail.note(message.request, "received", sequence.received_s, None, message.attempt, path=message.path)
         try:
             self._take_blocks(sequence, handle)
         except LeaseLost as error:

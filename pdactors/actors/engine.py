@@ -146,7 +146,8 @@ class EngineActor(Actor):
                     await self._fill_batch()
                 idle_since = self.clock()
                 continue
-            waited_s = self.clock() - idle_since
+            began_s = self.clock()
+            waited_s = began_s - idle_since
             try:
                 result = await loop.run_in_executor(self._thread, engine.run, step)
             except InvariantError:
@@ -158,6 +159,7 @@ class EngineActor(Actor):
             idle_since = self.clock()
             self._stalled_since = None
             self.steps.add(step, result)
+            engine_accounts.note_step(self.trail, step, began_s, idle_since)
             slow = self.steps.slow(step, result, waited_s, self.spec.config.engine.slow_step_ms, idle_since)
             if slow is not None:
                 self.log.warning("slow decode step", **slow)
@@ -190,6 +192,7 @@ class EngineActor(Actor):
     def _between_steps(self) -> None:
         self._do_commands()
         for sequence in self.engine.admit():
+            engine_accounts.note_admission(self.trail, sequence, self.clock())
             if sequence.num_admitted == 1:
                 self.admitted(sequence)
         self.extents.mind(self.engine.blocks_lacking(), self.engine.num_unreserved, self.clock())
@@ -239,6 +242,7 @@ class EngineActor(Actor):
             ship_to=message.ship_to,
             received_s=self.clock(),
         )
+        self.trail.note(message.request, "received", sequence.received_s, None, message.attempt)
         for segment in message.prefix:
             try:
                 self.borrow(sequence, segment)
@@ -276,6 +280,7 @@ class EngineActor(Actor):
         """Let go of a sequence and everything that it holds; runs between steps, so nothing reads it any more."""
         self.engine.remove(sequence)
         self.give_leases_back(sequence)
+        self.trail.note(sequence.request, "left", self.clock(), None, sequence.attempt)
 
     def _on_release(self, _sender: Member, message: Release) -> None:
         def release() -> None:

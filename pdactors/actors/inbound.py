@@ -68,6 +68,7 @@ class _Landing:
     blocks: list[int]
     expected: Header
     header: NDArray[np.uint8]
+    granted_s: float
 
 
 class Inbound:
@@ -170,7 +171,7 @@ class Inbound:
             grant.secret, spec.layout.fingerprint, sender.incarnation, spec.incarnation, ask.attempt, ask.transfer,
             ask.start, ask.count, ask.codec, ask.count * self._mover.wire_bytes(ask.codec),
         )  # fmt: skip
-        landing = _Landing(coming, ask, blocks, expected, np.zeros(HEADER_BYTES, np.uint8))
+        landing = _Landing(coming, ask, blocks, expected, np.zeros(HEADER_BYTES, np.uint8), self._mover.clock())
         self._landing.add(landing)
         try:
             self._mover.port.receive(
@@ -215,6 +216,10 @@ class Inbound:
         """Check what has arrived, and count it in."""
         coming, ask = landing.coming, landing.ask
         wrong = await self._mover.in_thread(self._check, landing, parts)
+        self._mover.transferred(
+            "receive", coming.key, landing.granted_s, self._mover.clock(), peer=coming.source.name, codec=ask.codec,
+            bytes=landing.expected.size, blocks=ask.count, error=wrong,
+        )  # fmt: skip
         if wrong or coming.is_over:
             self._drop(landing)
         else:
@@ -268,7 +273,9 @@ class Inbound:
             num_tokens=coming.num_tokens,
             codec=coming.codec,
         )
-        seconds = mover.clock() - coming.began_s
+        now = mover.clock()
+        seconds = now - coming.began_s
+        mover.noted("arrival", coming.key, coming.began_s, now, peer=coming.source.name, codec=coming.codec)
         mover.tell(ROUTER, Migrated(*coming.key, handle, coming.num_bytes, seconds, coming.codec))
         return mover.tell_cache()
 

@@ -286,7 +286,12 @@ class Outbound:
             return self._mover.drop("untimely stored")
         self.queue.ended(transfer, is_stored=not message.error)
         if message.transfer in leaving.sent:
-            self.rates[sender.name].note(*leaving.sent.pop(message.transfer), self._mover.clock())
+            now, (size, sent_s) = self._mover.clock(), leaving.sent.pop(message.transfer)
+            self.rates[sender.name].note(size, sent_s, now)
+            self._mover.transferred(
+                "send", leaving.key, sent_s, now, peer=sender.name, codec=leaving.codec, bytes=size,
+                blocks=transfer.num_blocks, error=message.error,
+            )  # fmt: skip
         if message.error:
             tries = leaving.tries[transfer.start] = leaving.tries.get(transfer.start, 1) + 1
             self._mover.log.warning("transfer damaged", request=leaving.key[0], reason=message.error, tries=tries)
@@ -343,18 +348,7 @@ class Outbound:
 
     def _finish(self, leaving: Leaving) -> None:
         self._end(leaving)
-        seconds = self._mover.clock() - leaving.began_s
-        self._mover.moved(leaving.num_bytes)
-        self._mover.log.info(
-            "migrated",
-            request=leaving.key[0],
-            to=leaving.target,
-            path=self._mover.port_name,
-            codec=leaving.codec,
-            mb=round(leaving.num_bytes / 1e6, 2),
-            ms=round(1000 * seconds, 1),
-            gb_s=round(leaving.num_bytes / seconds / 1e9, 3),
-        )
+        self._mover.moved(leaving.key, leaving.began_s, leaving.num_bytes, leaving.target, leaving.codec)
 
     def _fail(self, leaving: Leaving, reason: str) -> None:
         self._end(leaving)
@@ -363,6 +357,7 @@ class Outbound:
 
     def _strand(self, key: Key, reason: str) -> None:
         self._mover.log.warning("not migrated", request=key[0], reason=reason)
+        self._mover.noted("stranded", key, self._mover.clock(), error=reason)
         self._mover.tell(ROUTER, Stranded(*key, reason))
 
     def _is_intact(self, leaving: Leaving) -> bool:

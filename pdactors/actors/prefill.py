@@ -40,7 +40,9 @@ class PrefillActor(EngineActor):
         if sequence.segments:  # they stay ours until the request's end, so that their owner keeps the blocks
             self._behind[sequence.key] = sequence.leases
         self.engine.remove(sequence)
-        self.tell(ROUTER, Prefilled(sequence.request, sequence.attempt, outcome.sampled.token_id, handle, self.clock()))
+        now = self.clock()
+        self.tell(ROUTER, Prefilled(sequence.request, sequence.attempt, outcome.sampled.token_id, handle, now))
+        self.trail.note(sequence.request, "handed over", now, None, sequence.attempt, tokens=handle.num_tokens)
 
     def progressed(self, sequences: list[Sequence]) -> None:
         """Have the blocks sent ahead that are full by now, of prompts that will decode elsewhere.
@@ -61,6 +63,7 @@ class PrefillActor(EngineActor):
             except Overloaded:  # they go with the rest
                 continue
             sequence.num_announced = stop
+            self.trail.note(sequence.request, "announced", self.clock(), None, sequence.attempt, blocks=len(blocks))
             self.tell(
                 self.migrator,
                 Announce(

@@ -138,6 +138,13 @@ class RouterSection(Section, frozen=True):
     ] = 2000
 
 
+class TraceSection(Section, frozen=True):
+    requests: Annotated[
+        int, Meta(ge=0, le=2**20, description="every actor can tell what it did for so many of the last; 0: for none")
+    ] = 256
+    steps: Annotated[int, Meta(ge=1, le=2**24, description="decode steps that an engine remembers for that")] = 16_384
+
+
 class SecuritySection(Section, frozen=True):
     token: Annotated[str, Meta(description="bearer token of clients (TCP, HTTP, ZeroMQ)")] = ""
     token_file: Annotated[str, Meta(description="a file that holds the token, instead of token")] = ""
@@ -251,6 +258,7 @@ class ClusterConfig(Section, frozen=True):
     engine: EngineSection = EngineSection()
     kv: KVSection = KVSection()
     router: RouterSection = RouterSection()
+    trace: TraceSection = TraceSection()
     security: SecuritySection = SecuritySection()
     node: Annotated[tuple[NodeSection, ...], Meta(min_length=1)] = (NodeSection(),)
 

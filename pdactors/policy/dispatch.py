@@ -119,7 +119,7 @@ class Dispatcher:
     def cancel(self, message: Cancel, now: float) -> list[Order]:
         """Let go of a request; unknown ones were finished already."""
         request = self.requests.get(message.request)
-        return self._end(request) + self._advance(now) if request else self._drop(message)
+        return self._end(request, "cancelled") + self._advance(now) if request else self._drop(message)
 
     def pinned(self, sender: str, message: Pinned) -> list[Order]:
         """An owner lends part of the prompt's beginning, or has nothing of it any more."""
@@ -350,7 +350,7 @@ class Dispatcher:
         orders = self._releases(request)
         request.holders.clear()
         request.attempt += 1
-        self.requests.move(request, Stage.QUEUED)
+        self.requests.move(request, Stage.QUEUED, why=f"{lost}: {reason}")
         return orders
 
     def _unpinned(self, request: Request, name: str) -> list[Order]:
@@ -361,10 +361,10 @@ class Dispatcher:
         return self._start(request) if asked and not request.pins else []
 
     def _reject(self, request: Request, error: errors.PDError) -> list[Order]:
-        return [Order(request.gateway, tasks.reject(request, error)), *self._end(request)]
+        return [Order(request.gateway, tasks.reject(request, error)), *self._end(request, error.code)]
 
-    def _end(self, request: Request) -> list[Order]:
-        self.requests.remove(request)
+    def _end(self, request: Request, why: str = "") -> list[Order]:
+        self.requests.remove(request, why)
         return self._releases(request)
 
     def _releases(self, request: Request) -> list[Order]:
