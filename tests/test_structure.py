@@ -44,7 +44,7 @@ UNSAFE_NAMES = {"eval", "exec", "__import__"}
 UNSAFE_ATTRIBUTES = {"recv_pyobj", "send_pyobj"}
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "tools"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 70
-LONG_FILES = {"messages.py": 700}  # one vocabulary, read as a list
+LONG_FILES = {"messages.py": 760}  # one vocabulary, read as a list
 
 
 @dataclass(frozen=True)
