@@ -115,6 +115,7 @@ class DoneEvent(Event, frozen=True, tag="done"):
     path: Path
     path_reason: str = ""  # why the KV took no faster way
     codec: Codec = "none"  # that it went through
+    pruned_tokens: int = 0  # of the prompt, whose KV was left out
 
 
 class ErrorEvent(Event, frozen=True, tag="error"):

@@ -82,7 +82,8 @@ class Answer:
     def done(self, finish: FinishReason, now: float) -> DoneEvent:
         """Describe the end."""
         prompt, cached = self.prompt_use
-        how = (self.decode.path, self.decode.path_reason, self.decode.codec) if self.decode else ("none",)
+        decode = self.decode
+        how = (decode.path, decode.path_reason, decode.codec, decode.num_pruned) if decode else ("none",)
         return DoneEvent(self.id, finish, Usage(prompt, self.num_tokens, cached), self._timing(now), *how)
 
     def _emit(self, token: Token, tokenizer: Tokenizer, now: float) -> None:

@@ -25,6 +25,8 @@ class DecodeActor(EngineActor):
         handle = message.handle
         if handle.layout != self.spec.layout.fingerprint:
             raise Refused(f"KV layout: the handle's is {handle.layout}, ours is {self.spec.layout.fingerprint}")
+        if handle.num_pruned:
+            self._check_pruned(handle, len(message.prompt))
         sequence = Sequence(
             message.request,
             message.attempt,
@@ -36,6 +38,7 @@ class DecodeActor(EngineActor):
             path=message.path,
             path_reason=message.path_reason,
             tokens=[message.first_token],
+            num_pruned=handle.num_pruned,
             received_s=self.clock(),
             sent_s=message.sent_s if message.path == "lease" else self.clock() - message.waited_s,
         )
@@ -46,6 +49,19 @@ class DecodeActor(EngineActor):
             self.pool.free(list(sequence.kept.values()))
             raise WorkerLost(error.message) from error
         self.command(lambda: self.engine.submit(sequence))
+
+    def _check_pruned(self, handle: KVHandle, num_tokens: int) -> None:
+        """What was pruned is read whole or not at all: no block of it can be computed again alone.
+
+        Raises:
+            Refused: it is not whole.
+        """
+        if handle.num_pruned < 0 or handle.num_tokens + handle.num_pruned != num_tokens:
+            counts = f"{handle.num_tokens} tokens and {handle.num_pruned} left out"
+            raise Refused(f"pruned KV: the handle's {counts} do not make a prompt of {num_tokens}")
+        named = [i for s in handle.segments if s.owner == handle.owner for i in range(s.start, s.start + len(s.blocks))]
+        if sorted(named) != [*range(self.spec.layout.num_blocks(handle.num_tokens))]:
+            raise Refused(f"pruned KV: blocks {sorted(named)} of {handle.owner} for {handle.num_tokens} tokens")
 
     def _take_blocks(self, sequence: Sequence, handle: KVHandle) -> None:
         """Borrow what the prefill lends; use our own blocks where it had borrowed them from us.

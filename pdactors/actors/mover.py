@@ -72,6 +72,7 @@ class Mover:
         self.inbound = Inbound(self)
         self.num_bytes = 0
         self.num_moved = 0
+        self.num_pruned = 0
         self._peers: dict[str, Member] = {}  # migrators whose data ports are connected
         self._known: dict[str, DataPort] = {}  # what they told of them
         self._num_dropped: Counter[str] = Counter()  # connections to each
@@ -187,10 +188,11 @@ class Mover:
         if codec != "none":
             decode(codec, self.spec.layout, parts[0].reshape(len(blocks), -1), self.arena.payload(), blocks=blocks)
 
-    def moved(self, num_bytes: int) -> None:
+    def moved(self, num_bytes: int, *, is_pruned: bool) -> None:
         """Count a migration that is complete."""
         self.num_bytes += num_bytes
         self.num_moved += 1
+        self.num_pruned += is_pruned
 
     # ---- Memory --------
 

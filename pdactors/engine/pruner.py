@@ -26,6 +26,12 @@ def num_scratch(layout: KVLayout, num_tokens: int) -> int:
     return layout.num_blocks(num_tokens) - _window_start(num_tokens) // layout.block_tokens
 
 
+def prepare(layout: KVLayout) -> None:
+    """Compile what packs tokens, or load it."""
+    blocks = np.zeros((2, layout.block_bytes), np.uint8)
+    gather(layout, blocks, [0], np.zeros((layout.num_layers, layout.num_kv_heads, 1), np.int64), blocks, [1])
+
+
 def prune(
     model: PagedModel,
     layout: KVLayout,
