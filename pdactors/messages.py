@@ -432,6 +432,7 @@ class Prefill(Message, frozen=True):
     save_final_kv: bool = True
     prefix: tuple[Segment, ...] = ()  # KV of the prompt's beginning that other engines lend
     ship_to: str = ""  # the migrator that finished blocks are sent to while later ones are computed
+    prefix_tokens: int = 0  # where what is lent and the engine's own end; the last block may be partly filled
 
 
 class Decode(Message, frozen=True):

@@ -9,7 +9,6 @@ from collections import Counter
 from dataclasses import replace
 
 from pdactors import errors
-from pdactors.kv.prefix import chain
 from pdactors.messages import (
     Adopted,
     CacheChanged,
@@ -36,6 +35,7 @@ from pdactors.policy import tasks
 from pdactors.policy.admission import Limits, Pace, refusal
 from pdactors.policy.fleet import Engine, FleetState
 from pdactors.policy.placement import DecodeDecision, EngineView, Place, choose_prefill, schedule_decode
+from pdactors.policy.prefix_keys import PrefixKeys
 from pdactors.policy.requests import Request, RequestTable, Stage
 from pdactors.policy.tasks import Order
 
@@ -107,14 +107,12 @@ class Dispatcher:
         if ask.request in self.requests:
             return self._drop(ask)
         self._num_asked += 1
-        request = Request(ask, gateway, now, self._num_asked)
+        keys = PrefixKeys(ask.prompt, self.limits.block_tokens, self.limits.prefix_key)
+        request = Request(ask, gateway, now, self._num_asked, keys)
         queued, sizes = len(self.requests.queued), self.fleet.sequence_sizes(self.limits.block_tokens)
         refused = refusal(ask, self.limits, sizes, queued, self._pace.retry_after_s(queued, now))
         if refused is not None:
             return [Order(gateway, tasks.reject(request, refused))]
-        block_tokens = self.limits.block_tokens
-        useful = (len(ask.prompt) - 1) // block_tokens * block_tokens
-        request.digests = tuple(chain(ask.prompt[:useful], block_tokens, self.limits.prefix_key))
         self.requests.add(request)
         return self._advance(now)
 
@@ -246,7 +244,8 @@ class Dispatcher:
             for view in self._views(*FIRST_ROLES)
             if view.has_capacity
         ]
-        cached = {view.name: self.limits.block_tokens * self._num_readable(request, view.name) for view in views}
+        coming = self.requests.coming
+        cached = {view.name: self.fleet.num_readable(request.keys, view.name, coming(view.name)) for view in views}
         target = choose_prefill(
             views,
             len(request.ask.prompt),
@@ -258,7 +257,7 @@ class Dispatcher:
             return []
         request.num_cached = cached[target]
         self._plan_decode(request, target)
-        shares = self.fleet.index.shares(request.digests, target, self.fleet.neighbours(target))
+        shares, request.prefix_tokens = self.fleet.shares(request.keys, target)
         if not shares:
             self.requests.move(request, Stage.PREFILLING, target)
             return [Order(target, tasks.prefill(request))]
@@ -325,9 +324,6 @@ class Dispatcher:
         """Have an engine go on with a sequence that it can read."""
         self.requests.move(request, Stage.ADOPTING, target)
         return [Order(target, tasks.decode(request, handle, now))]
-
-    def _num_readable(self, request: Request, name: str) -> int:
-        return self.fleet.num_readable(request.digests, name, self.requests.coming(name))
 
     def _views(self, *roles: str) -> list[EngineView]:
         return self.fleet.views(self.requests.assigned, *roles)

@@ -17,6 +17,7 @@ from enum import StrEnum
 
 from pdactors.errors import InvariantError
 from pdactors.messages import Generate, Prefilled, Segment
+from pdactors.policy.prefix_keys import PrefixKeys
 from pdactors.policy.transfer import NO_WAY, Way
 
 
@@ -51,6 +52,7 @@ class Request:
     gateway: str
     arrived_s: float
     number: int  # counts arrivals
+    keys: PrefixKeys  # by which what is cached of the prompt is found
     attempt: int = 1
     stage: Stage = Stage.QUEUED
     prefill: str = ""
@@ -60,10 +62,10 @@ class Request:
     prefilled_s: float = 0.0  # when that came
     way: Way = NO_WAY  # how the KV gets to decode
     movers: tuple[str, ...] = ()  # migrators that the KV moves through
-    digests: tuple[bytes, ...] = ()  # of the prompt's full blocks that need not be computed where they are cached
     num_cached: int = 0  # tokens of the prompt that its engine was expected to read when it was chosen
     pins: dict[int, str] = field(default_factory=dict)  # first block -> owner asked to lend, that has not answered
     prefix: list[Segment] = field(default_factory=list)  # what owners lend for the prefill
+    prefix_tokens: int = 0  # where that and what the prefill has itself end
     pinned_s: float = 0.0  # when they were asked
     is_copied: bool = False  # the decode engine was told to read copies of its own
     holders: set[str] = field(default_factory=set)
@@ -72,6 +74,11 @@ class Request:
     def rank(self) -> tuple[bool, int]:
         """Who is served first: interactive before batch, then the older."""
         return self.ask.priority != "interactive", self.number
+
+    @property
+    def digests(self) -> tuple[bytes, ...]:
+        """Digests of the prompt's full blocks that need not be computed where they are cached."""
+        return self.keys.digests
 
     @property
     def engine(self) -> str:
