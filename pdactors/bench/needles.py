@@ -31,8 +31,8 @@ _BLOCK_TOKENS = 32
 _CHUNK = 512
 _MAX_ANSWER = 24
 _CITIES = (
-    "Paris Rome Berlin Madrid London Vienna Prague Dublin Oslo Athens Lisbon Warsaw Cairo Tokyo Delhi Seoul Lima Boston "
-    "Chicago Dallas Denver Miami Houston Seattle Sydney Toronto Moscow Geneva Munich Milan"
+    "Paris Rome Berlin Madrid London Vienna Prague Dublin Oslo Athens Lisbon Warsaw Cairo Tokyo Delhi Seoul Lima "
+    "Boston Chicago Dallas Denver Miami Houston Seattle Sydney Toronto Moscow Geneva Munich Milan"
 ).split()
 
 
@@ -46,7 +46,7 @@ class NeedlesAt(Struct, frozen=True):
 
 
 class NeedlesBench(Struct, frozen=True):
-    """All lengths that were asked at; `lengths` that count are those with at least `least` answers, `ratio` is theirs."""
+    """All lengths that were asked at. `ratio` is over those where at least `least` were answered after all KV."""
 
     share: float
     questions: int

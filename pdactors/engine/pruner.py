@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pdactors.engine.batch import Span, StepBatch
 from pdactors.engine.model import PagedModel
 from pdactors.kv.layout import KVLayout
-from pdactors.kv.pruning import gather, num_kept, select
+from pdactors.kv.pruning import gather, num_kept, select, spread
 
 WINDOW = 32  # last tokens whose attention decides
 
@@ -55,7 +55,7 @@ def prune(
     arena[list(scratch)] = arena[list(blocks[first:])]
     span = Span(0, end - start, end, [*blocks[:first], *scratch])
     scores = model.observe(StepBatch(prompt[start:], range(start, end), [span], []))
-    kept = select(scores, share)
+    kept = select(spread(scores), share)
     gather(layout, arena, blocks, kept, arena, packed)
     return int(kept.shape[2])
 

@@ -16,7 +16,7 @@ from pdactors.engine.load import load_model
 from pdactors.engine.pruner import WINDOW, num_packed, num_scratch, prune
 from pdactors.errors import InvariantError
 from pdactors.kv.layout import KVLayout
-from pdactors.kv.pruning import gather, select
+from pdactors.kv.pruning import gather, select, spread
 
 TOKENS, BLOCK_TOKENS, VOCAB = 75, 32, 101
 
@@ -133,7 +133,7 @@ def test_pruning_keeps_what_was_attended_to_and_reads_the_prompt_only(
     assert prune(model, layout, arena, prompt, blocks, 0.6, [1, 2], [3, 8]) == 60
     assert (arena[blocks] == before).all()
     expected = np.full_like(arena[:2], 0xFF)
-    gather(layout, np.concatenate([before, expected]), range(4), select(scores, 0.6), expected, [0, 1])
+    gather(layout, np.concatenate([before, expected]), range(4), select(spread(scores), 0.6), expected, [0, 1])
     assert (arena[[3, 8]] == expected).all()
     assert prune(model, layout, arena, prompt, blocks, 1.0, [1, 2], [3, 8, 6, 9]) == 100
     full = arena[[3, 8, 6]]
