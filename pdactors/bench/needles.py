@@ -24,7 +24,7 @@ from pdactors.errors import ModelError
 from pdactors.kernels.pack import zeros
 from pdactors.text.tokenizer import Tokenizer
 
-LENGTHS = (128, 192, 256, 384, 512, 768, 1024)  # of the prompts, in tokens
+LENGTHS = (256, 512, 1024)  # of the prompts, in tokens
 LEAST = 10  # questions that the model answers after the whole prompt, or a length says nothing
 SHARE = 0.7  # of the tokens whose KV is kept, unless the file says so
 _BLOCK_TOKENS = 32
