@@ -6,6 +6,8 @@ A fact stands near the start of a prompt, prose follows, and at the end it is as
 from __future__ import annotations
 
 import random
+import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pydoc_data.topics import topics
@@ -37,12 +39,13 @@ _CITIES = (
 
 
 class NeedlesAt(Struct, frozen=True):
-    """Prompts of one length: questions answered after all KV, after pruned KV, and of the former, after both."""
+    """Prompts of one length: questions answered after all KV, after pruned KV, after both; and how long pruning took."""
 
     whole: int
     pruned: int
     both: int
     ratio: float | None  # `both` over `whole`
+    prune_ms: float  # median
 
 
 class NeedlesBench(Struct, frozen=True):
@@ -81,7 +84,7 @@ def bench_needles(
     folder = store.resolve(path, fetch=True, progress=progress)
     shape = ModelShape.read(folder)
     is_lean = not why_not_lean(folder, shape, dtype, _BLOCK_TOKENS)
-    model = load_model(folder, dtype, way="lean" if is_lean else None)
+    model = load_model(folder, dtype, threads=1, way="lean" if is_lean else None)
     tokenizer = Tokenizer(folder)
     asker = Asker(model, tokenizer, max(lengths))
     found: dict[str, NeedlesAt] = {}
@@ -93,7 +96,8 @@ def bench_needles(
             whole.append(question.answer in answers[0])
             pruned.append(question.answer in answers[1])
         both = sum(map(bool.__and__, whole, pruned))
-        found[str(length)] = NeedlesAt(sum(whole), sum(pruned), both, _ratio(both, sum(whole)))
+        ms = round(1000 * statistics.median(asker.pruning_s[-questions:]), 1)
+        found[str(length)] = NeedlesAt(sum(whole), sum(pruned), both, _ratio(both, sum(whole)), ms)
     model.close()
     counted = [at for at in found.values() if at.whole >= LEAST]
     ratio = _ratio(sum(at.both for at in counted), sum(at.whole for at in counted))
@@ -144,6 +148,7 @@ class Asker:
     def __init__(self, model: PagedModel, tokenizer: Tokenizer, max_tokens: int) -> None:
         self._model, self._tokenizer = model, tokenizer
         self._layout = model.layout_for(_BLOCK_TOKENS)
+        self.pruning_s: list[float] = []
         size = self._layout.num_blocks(max_tokens + _MAX_ANSWER)
         scratch = num_scratch(self._layout, max_tokens) + 1
         count = 2 * size + scratch
@@ -158,7 +163,9 @@ class Asker:
             first = self._step(prompt[start : start + _CHUNK], start, min(start + _CHUNK, size), self._whole)
         scratch = self._scratch[: num_scratch(self._layout, size)]
         blocks = self._whole[: self._layout.num_blocks(size)]
+        began = time.perf_counter()
         kept = prune(self._model, self._layout, self._arena, prompt, blocks, share, scratch, self._pruned)
+        self.pruning_s.append(time.perf_counter() - began)
         return self._answer(first, size, size, self._whole), self._answer(first, size, kept, self._pruned)
 
     def _answer(self, token: int, position: int, slot: int, table: Sequence[int]) -> str:

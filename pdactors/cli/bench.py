@@ -128,7 +128,7 @@ def _show(found: KVBench) -> None:
         for length, at in found.prune.lengths.items():
             console.print(
                 f"{found.prune.share} of a prompt of {length} tokens: {at.both} of the {at.whole} questions that are "
-                f"answered after all of it, of {found.prune.questions}"
+                f"answered after all of it, of {found.prune.questions}; pruning takes {at.prune_ms:.0f} ms"
             )
     for what, copy in found.memcpy.items():
         console.print(f"memcpy of one {what}: {copy.size_bytes:,} bytes in {copy.us:,.0f} us, {copy.gb_s:.1f} GB/s")

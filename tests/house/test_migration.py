@@ -149,6 +149,7 @@ def pruned_answer(model: PagedModel, prompt: list[int], count: int, share: float
     return tokens
 
 
+@pytest.mark.slow
 def test_pruned_prompts_move_in_fewer_blocks_and_go_on_at_their_positions(
     apart: Any, cluster: Cluster, tiny_model: Path, make_ids: MakeIds, wait: Wait
 ) -> None:
@@ -168,6 +169,28 @@ def test_pruned_prompts_move_in_fewer_blocks_and_go_on_at_their_positions(
         wait(lambda: is_clean(client), LOST_S, lambda: f"{client.status()} {client.leaks()}")
         second = moved(client)
         assert (second["sequences"], second["pruned"]) == (2 * len(asks) + 1, 2 * len(asks))
+
+
+@pytest.mark.slow
+def test_pruned_and_compressed_kv_is_let_go_where_room_is_short_and_clients_leave(
+    apart: Any, make_ids: MakeIds, wait: Wait
+) -> None:
+    asks = [{**fields, "max_tokens": 200} for fields in asked(make_ids, "short", 12, 300)]
+    keys = {"kv.prune": 0.6, "kv.compression": "int8", "kv.memory": "1MiB", "model.max_model_len": 1024}
+
+    async def leave(address: str) -> list[tuple[int, ...] | str]:
+        async with AsyncClient(address) as client, asyncio.timeout(120):
+            asking = [asyncio.create_task(answer(client, fields)) for fields in asks]
+            for task in asking[::3]:
+                await asyncio.sleep(0.05)
+                task.cancel()
+            return list(await asyncio.gather(*(task for task in asking if task not in asking[::3])))
+
+    with apart(**keys) as both, Client(both.zmq) as client:
+        got = asyncio.run(leave(both.zmq))
+        assert all(len(tokens) == 200 for tokens in got), got
+        wait(lambda: is_clean(client), LOST_S, lambda: f"{client.status()} {client.leaks()}")
+        assert moved(client)["pruned"] > 0
 
 
 # ---- Machines of their own, and a slow wire --------
