@@ -39,7 +39,7 @@ _CITIES = (
 
 
 class NeedlesAt(Struct, frozen=True):
-    """Prompts of one length: questions answered after all KV, after pruned KV, after both; and how long pruning took."""
+    """Prompts of one length: questions answered after all KV, after pruned KV, after both; and how long pruning is."""
 
     whole: int
     pruned: int
