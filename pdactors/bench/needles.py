@@ -76,13 +76,16 @@ def bench_needles(
     lengths: Sequence[int] = LENGTHS,
     progress: Progress = silent,
 ) -> NeedlesBench:
-    """Ask a model after whole and pruned KV.
+    """Ask a model after whole and pruned KV, with prompts as long as it can take.
 
     Raises:
-        ModelError: it cannot be loaded, or has no chat template.
+        ModelError: it cannot be loaded, or has too few positions.
     """
     folder = store.resolve(path, fetch=True, progress=progress)
     shape = ModelShape.read(folder)
+    lengths = [length for length in lengths if length + _MAX_ANSWER <= shape.max_position]
+    if not lengths:
+        raise ModelError(f"{folder}: {shape.max_position} positions are too few for needle questions")
     is_lean = not why_not_lean(folder, shape, dtype, _BLOCK_TOKENS)
     model = load_model(folder, dtype, threads=1, way="lean" if is_lean else None)
     tokenizer = Tokenizer(folder)
@@ -112,12 +115,7 @@ def make_questions(tokenizer: Tokenizer, count: int, length: int, seed: int) -> 
     """Return questions whose prompts have at most `length` tokens, and about as many.
 
     The prose is taken from Python's own manual, which every Python carries.
-
-    Raises:
-        ModelError: the model has no chat template.
     """
-    if not tokenizer.has_chat_template:
-        raise ModelError("needle questions need a model with a chat template")
     rng = random.Random(seed)  # noqa: S311 - nothing secret
     sentences = [" ".join(part.split()) + "." for name in sorted(topics) for part in topics[name].split(".\n")]
     sentences = [sentence for sentence in sentences if 40 < len(sentence) < 200 and sentence.isascii()]
@@ -127,10 +125,10 @@ def make_questions(tokenizer: Tokenizer, count: int, length: int, seed: int) -> 
         first = f"The secret number of {city} is {secret}."
         last = f"What is the secret number of {city}?"
         rest: list[str] = []
-        prompt = _chat(tokenizer, first, rest, last)
+        prompt = _prompt(tokenizer, first, rest, last)
         while True:
             rest.append(rng.choice(sentences))
-            longer = _chat(tokenizer, first, rest, last)
+            longer = _prompt(tokenizer, first, rest, last)
             if len(longer) > length:
                 break
             prompt = longer
@@ -138,8 +136,11 @@ def make_questions(tokenizer: Tokenizer, count: int, length: int, seed: int) -> 
     return found
 
 
-def _chat(tokenizer: Tokenizer, first: str, rest: Sequence[str], last: str) -> list[int]:
-    return tokenizer.encode_chat([{"role": "user", "content": f"{first}\n\n{' '.join(rest)}\n\n{last}"}])
+def _prompt(tokenizer: Tokenizer, first: str, rest: Sequence[str], last: str) -> list[int]:
+    text = f"{first}\n\n{' '.join(rest)}\n\n{last}"
+    if tokenizer.has_chat_template:
+        return tokenizer.encode_chat([{"role": "user", "content": text}])
+    return tokenizer.encode(f"{text}\nAnswer:")
 
 
 class Asker:

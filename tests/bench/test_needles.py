@@ -27,10 +27,18 @@ def test_a_fact_stands_at_the_start_and_is_asked_for_at_the_end(tiny_model: Path
     assert questions == make_questions(tokenizer, 3, 500, seed=1) != make_questions(tokenizer, 3, 500, seed=2)
 
 
-def test_a_model_without_a_chat_template_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+def test_without_a_chat_template_the_prompt_ends_where_the_answer_begins(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((tiny_model / "tokenizer.json").read_bytes())
-    with pytest.raises(ModelError, match="chat template"):
-        make_questions(Tokenizer(tmp_path), 1, 500, seed=1)
+    tokenizer = Tokenizer(tmp_path)
+    (question,) = make_questions(tokenizer, 1, 500, seed=1)
+    text = tokenizer.decode(question.prompt)
+    assert text.startswith(f"The secret number of Paris is {question.answer}.")
+    assert text.endswith("What is the secret number of Paris?\nAnswer:")
+
+
+def test_a_model_with_too_few_positions_is_refused(tiny_model: Path) -> None:
+    with pytest.raises(ModelError, match="8192 positions are too few"):
+        bench_needles(str(tiny_model), dtype="float32", lengths=(8190,))
 
 
 def test_after_all_of_the_kv_the_answer_is_the_same_wherever_it_lies(tiny_model: Path) -> None:
