@@ -123,6 +123,7 @@ class DoneEvent(Event, frozen=True, tag="done"):
     path: Path
     path_reason: str = ""  # why the KV took no faster way
     codec: Codec = "none"  # that it went through
+    pruned_tokens: int = 0  # of the prompt, whose KV was left out
     request: str = ""  # our id, by which `trace` finds it
 
 

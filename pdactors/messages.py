@@ -85,6 +85,7 @@ class KVHandle(Struct, frozen=True):
     segments: tuple[Segment, ...]
     num_tokens: int
     codec: Codec = "none"  # that it went through; after a lossy one it is good for its own request only
+    num_pruned: int = 0  # tokens left out, other ones in each layer and head; those that follow keep their positions
 
 
 class Blocks(Struct, frozen=True, omit_defaults=True):
@@ -130,6 +131,7 @@ class Load(Struct, frozen=True, omit_defaults=True):
     prefill_use: PhaseUse = PhaseUse()
     decode_use: PhaseUse = PhaseUse()
     num_moved: int = 0  # sequences that a migrator sent to other nodes
+    num_pruned: int = 0  # of them, those whose KV was pruned
     bytes_moved: int = 0
     way: str = ""  # how an engine computes its model, and why not on our kernels
     busy_s: float = 0.0  # what all its steps took together
@@ -190,6 +192,7 @@ class DecodePart(Struct, frozen=True, omit_defaults=True):
     adopted_s: float
     path_reason: str = ""
     codec: Codec = "none"
+    num_pruned: int = 0
 
 
 class Token(Struct, frozen=True, omit_defaults=True):
@@ -560,6 +563,7 @@ class ReturnExtents(Message, frozen=True):
 class Migrate(Message, frozen=True):
     """Router: bring a sequence's KV, which lies on your node, to the migrator `target`, which tells us.
 
+    Where KV is pruned the prefill gets it, and passes it on to its migrator with what it has packed.
     `digests` are those of the leading full blocks, as far as they are known; `time_left_s` is told instead of a
     deadline, since your clock may be another machine's.
     """
@@ -605,6 +609,7 @@ class Offer(Message, frozen=True):
     num_tokens: int
     digests: tuple[bytes, ...] = ()
     priority: Priority = "interactive"
+    num_pruned: Annotated[int, Meta(ge=0)] = 0
 
 
 class Taken(Message, frozen=True):

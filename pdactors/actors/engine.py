@@ -9,6 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from pdactors.actors import engine_accounts
 from pdactors.actors.actor import GATEWAY, ROUTER, Actor
@@ -44,6 +45,8 @@ from pdactors.messages import (
     Tokens,
 )
 from pdactors.transport import Transport
+
+T = TypeVar("T")
 
 SWEEP_S = 0.05
 QUIET_S = 0.02
@@ -106,6 +109,22 @@ class EngineActor(Actor):
     def progressed(self, sequences: list[Sequence]) -> None:
         """These sequences took part in a step; some may have been handed on or ended since."""
 
+    async def work(self) -> bool:
+        """Do something else before the next step; False if there is nothing."""
+        return False
+
+    def blocks_lacking(self) -> int:
+        """How many blocks more would let everyone here go on."""
+        return self.engine.blocks_lacking()
+
+    def requests(self) -> tuple[str, ...]:
+        """The requests that something is done for here."""
+        return tuple(s.request for s in (*self.engine.running, *self.engine.waiting))
+
+    async def in_thread(self, action: Callable[..., T], *arguments: object) -> T:
+        """Compute where steps are computed; only between them."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, action, *arguments)
+
     # ---- Life --------
 
     def wants(self, member: Member) -> bool:
@@ -133,11 +152,13 @@ class EngineActor(Actor):
         self._wake.set()
 
     async def _serve(self) -> None:
-        loop, engine = asyncio.get_running_loop(), self.engine
+        engine = self.engine
         idle_since = self.clock()
         while True:
             self._wake.clear()
             self._between_steps()
+            if await self.work():
+                continue
             step = engine.plan()
             if step is None:
                 is_empty = not engine.running and not engine.waiting
@@ -149,7 +170,7 @@ class EngineActor(Actor):
             began_s = self.clock()
             waited_s = began_s - idle_since
             try:
-                result = await loop.run_in_executor(self._thread, engine.run, step)
+                result = await self.in_thread(engine.run, step)
             except InvariantError:
                 raise
             except Exception as error:
@@ -175,7 +196,8 @@ class EngineActor(Actor):
         if await self._woken(QUIET_S):
             return
         self.check()
-        await self._woken(ASK_AGAIN_S if self.engine.waiting or self.engine.running else None)
+        is_short = self.engine.waiting or self.engine.running or self.blocks_lacking()
+        await self._woken(ASK_AGAIN_S if is_short else None)
 
     async def _woken(self, timeout_s: float | None) -> bool:
         try:
@@ -195,7 +217,7 @@ class EngineActor(Actor):
             engine_accounts.note_admission(self.trail, sequence, self.clock())
             if sequence.num_admitted == 1:
                 self.admitted(sequence)
-        self.extents.mind(self.engine.blocks_lacking(), self.engine.num_unreserved, self.clock())
+        self.extents.mind(self.blocks_lacking(), self.engine.num_unreserved, self.clock())
         self._tell_cache()
 
     async def _fill_batch(self) -> None:

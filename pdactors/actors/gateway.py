@@ -379,6 +379,7 @@ class Gateway(Actor):
             path=done.path,
             path_reason=done.path_reason,
             codec=done.codec,
+            pruned_tokens=done.pruned_tokens,
         )
         answer.sink(done)
 

@@ -53,6 +53,7 @@ class Coming:
     blocks: dict[int, int]  # index in the sequence -> our block, stored whole
     num_reserved: int  # blocks that are set aside and not granted yet
     began_s: float
+    num_pruned: int = 0
     granted: set[int] = field(default_factory=set)  # indices whose transfer is under way
     num_bytes: int = 0
     codec: Codec = "none"
@@ -112,8 +113,11 @@ class Inbound:
         reason = ""
         if offer.layout != spec.layout.fingerprint:
             reason = f"KV layout: theirs is {offer.layout}, ours is {spec.layout.fingerprint}"
-        elif not 1 <= offer.num_tokens <= spec.model.max_model_len:
-            reason = f"{offer.num_tokens} tokens; model.max_model_len is {spec.model.max_model_len}"
+        elif not 1 <= offer.num_tokens <= spec.model.max_model_len - offer.num_pruned:
+            limit = f"model.max_model_len is {spec.model.max_model_len}"
+            reason = f"{offer.num_tokens} tokens and {offer.num_pruned} left out; {limit}"
+        elif offer.num_pruned and offer.digests:
+            reason = f"{offer.num_pruned} tokens are left out, so no digest says what a block holds"
         elif len(offer.digests) >= num_blocks:  # the last block is never one that others have
             reason = f"{len(offer.digests)} digests of {num_blocks} blocks"
         if reason:
@@ -143,6 +147,7 @@ class Inbound:
                 dict(enumerate(ready)),
                 num_blocks - len(ready),
                 self._mover.clock(),
+                offer.num_pruned,
             )
             self.num_reserved += coming.num_reserved
             self._coming[coming.key] = coming
@@ -272,6 +277,7 @@ class Inbound:
             segments=(Segment(mover.spec.name, lease, 0, tuple(blocks)),),
             num_tokens=coming.num_tokens,
             codec=coming.codec,
+            num_pruned=coming.num_pruned,
         )
         now = mover.clock()
         seconds = now - coming.began_s

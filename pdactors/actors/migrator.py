@@ -72,7 +72,7 @@ class Migrator(Actor):
         self.accept(RecallExtents, lambda _, message: mover.give_back(message.count), "migrator")
         self.accept(Pin, lambda _, message: mover.pin(message), "router")
         self.accept(Release, lambda _, message: mover.release(message), "router", "prefill")
-        self.accept(Migrate, lambda _, message: mover.outbound.migrate(message), "router")
+        self.accept(Migrate, lambda _, message: mover.outbound.migrate(message), "router", "prefill")
         self.accept(Announce, lambda _, message: mover.outbound.announce(message), "prefill")
         self.accept(DataPort, mover.port_offered, "migrator")
         self.accept(Alive, lambda sender, _: mover.alive(sender), "migrator")
@@ -210,6 +210,7 @@ class Migrator(Actor):
             running=len(self.mover.outbound.keys) + len(self.mover.inbound.keys),
             blocks=blocks,
             num_moved=self.mover.num_moved,
+            num_pruned=self.mover.num_pruned,
             bytes_moved=self.mover.num_bytes,
         )
 

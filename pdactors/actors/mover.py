@@ -74,6 +74,7 @@ class Mover:
         self.inbound = Inbound(self)
         self.num_bytes = 0
         self.num_moved = 0
+        self.num_pruned = 0
         self._peers: dict[str, Member] = {}  # migrators whose data ports are connected
         self._known: dict[str, DataPort] = {}  # what they told of them
         self._num_dropped: Counter[str] = Counter()  # connections to each
@@ -207,12 +208,13 @@ class Mover:
         wrong = {"error": error} if error else {}
         self.noted(what, key, began_s, ended_s, path=self.port_name, **detail, **wrong)
 
-    def moved(self, key: Key, began_s: float, num_bytes: int, target: str, codec: Codec) -> None:
+    def moved(self, key: Key, began_s: float, num_bytes: int, target: str, codec: Codec, num_pruned: int) -> None:
         """Count a migration that is complete."""
         now = self.clock()
         seconds = now - began_s
         self.num_bytes += num_bytes
         self.num_moved += 1
+        self.num_pruned += num_pruned > 0
         self.noted("migration", key, began_s, now, to=target, path=self.port_name, codec=codec, bytes=num_bytes)
         self.log.info(
             "migrated",
@@ -220,6 +222,7 @@ class Mover:
             to=target,
             path=self.port_name,
             codec=codec,
+            pruned_tokens=num_pruned,
             mb=round(num_bytes / 1e6, 2),
             ms=round(1000 * seconds, 1),
             gb_s=round(num_bytes / seconds / 1e9, 3),

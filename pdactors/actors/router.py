@@ -70,7 +70,8 @@ class Router(Actor):
                 policy=config.router.policy,
                 max_distance=config.router.max_distance,
                 transport=config.kv.transport,
-                overlaps=config.kv.overlap,
+                overlaps=config.kv.overlap and not config.prunes,  # which tokens stay is known at the end
+                prunes=config.prunes,
                 data_transport=config.data_transport if config.moves_kv else "",
             )
         )

@@ -274,6 +274,11 @@ class ClusterConfig(Section, frozen=True):
         return self.is_separated and way != "lease" and (way != "auto" or len(self.node) > 1)
 
     @property
+    def prunes(self) -> bool:
+        """Say whether prompts leave tokens out when their KV moves."""
+        return self.moves_kv and self.kv.prune < 1
+
+    @property
     def data_transport(self) -> str:
         """Name the transport that moves KV between migrators."""
         return self.kv.transport if self.kv.transport not in ("auto", "lease") else "ucx"

@@ -27,6 +27,7 @@ class Limits:
     transport: str = "auto"  # of KV
     overlaps: bool = True  # KV is moved while later chunks are computed
     data_transport: str = ""  # what moves it between nodes; nothing does
+    prunes: bool = False  # the prefill leaves tokens out before KV is moved
 
     @property
     def can_migrate(self) -> bool:

@@ -186,7 +186,8 @@ class Dispatcher:
         request = self.requests.get(message.request)
         if request is None or request.attempt != message.attempt:
             return []
-        if request.stage in (Stage.PREFILLING, Stage.MIGRATING) and name in (request.engine, *request.movers):
+        involved = (request.engine, request.prefill, *request.movers)
+        if request.stage in (Stage.PREFILLING, Stage.MIGRATING) and name in involved:
             return self._retry(request, name, "it cannot be reached") + self._advance(now)
         if request.engine != name:
             return []
@@ -317,7 +318,7 @@ class Dispatcher:
         request.movers = self.fleet.movers(source.place, decision.target)
         request.holders.update(request.movers)
         self.requests.move(request, Stage.MIGRATING, decision.target)
-        return [Order(request.movers[0], tasks.migrate(request, now))]
+        return [Order(request.prefill if self.limits.prunes else request.movers[0], tasks.migrate(request, now))]
 
     def _adopt(self, request: Request, target: str, handle: KVHandle, now: float) -> list[Order]:
         """Have an engine go on with a sequence that it can read."""
