@@ -20,7 +20,7 @@ from pdactors.actors.spec import ActorSpec
 from pdactors.engine.model import PagedModel
 from pdactors.engine.runner import Engine, EngineLimits
 from pdactors.engine.sequence import Sequence
-from pdactors.engine.step import Outcome, Step
+from pdactors.engine.step import Outcome
 from pdactors.engine.step_log import StepLog
 from pdactors.errors import InvariantError, PDError, WorkerLost
 from pdactors.kv.arena import Arena
@@ -175,7 +175,8 @@ class EngineActor(Actor):
                 raise
             except Exception as error:
                 self.log.exception("step failed", sequences=len(step.portions))
-                self._fail_step(step, error)
+                for sequence, _ in step.portions:
+                    self.fail(sequence, error)
                 continue
             idle_since = self.clock()
             self._stalled_since = None
@@ -293,10 +294,6 @@ class EngineActor(Actor):
         self._leave(sequence)
         code = error.code if isinstance(error, PDError) else "internal"
         self.tell(ROUTER, Failed(sequence.request, sequence.attempt, code, f"{self.spec.name}: {error}"))
-
-    def _fail_step(self, step: Step, error: Exception) -> None:
-        for sequence, _ in step.portions:
-            self.fail(sequence, error)
 
     def _leave(self, sequence: Sequence) -> None:
         """Let go of a sequence and everything that it holds; runs between steps, so nothing reads it any more."""
