@@ -25,7 +25,8 @@ from pdactors.transport.contracts import Busy, Frames, Peer, PeerGone, Receive
 MAX_QUEUE = 10_000
 MAX_BYTES = 1 << 26
 MAX_FRAMES = 16  # of a message; what follows is dropped, and the connection with it
-SKIP_FRAMES = 500  # dropped in a turn of the loop
+SKIP_FRAMES = 500  # dropped at once
+SKIP_EVERY_S = 0.005
 UNREAD_MESSAGES = 4  # of the largest size, that a connection may have sent without our having read them
 HANDSHAKE_MS = 5000
 LINGER_MS = 300
@@ -136,7 +137,7 @@ def _set_key(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
 
 
 class _Pause(Exception):
-    """The loop's other work comes first."""
+    """The loop's other work comes first, for so many seconds, or a turn."""
 
 
 class _Socket:
@@ -150,10 +151,13 @@ class _Socket:
         self._loop.add_reader(self._fd, self.drain)
         self._plan_drain()
 
-    def _plan_drain(self) -> None:
+    def _plan_drain(self, delay_s: float = 0.0) -> None:
         if not self._drain_planned:
             self._drain_planned = True
-            self._loop.call_soon(self.drain)
+            if delay_s:
+                self._loop.call_later(delay_s, self.drain)
+            else:
+                self._loop.call_soon(self.drain)
 
     def drain(self) -> bool:
         """Handle what has arrived, for a few milliseconds at most; says whether nothing is left."""
@@ -166,8 +170,8 @@ class _Socket:
                     raise _Pause
             except zmq.Again:
                 return True
-            except _Pause:
-                self._plan_drain()
+            except _Pause as pause:
+                self._plan_drain(*pause.args)
                 break
         return False
 
@@ -244,7 +248,7 @@ class ZmqListener(_Socket):
             if not self._socket.recv(zmq.NOBLOCK, copy=False).more:
                 self._is_skipping = False
                 return
-        raise _Pause
+        raise _Pause(SKIP_EVERY_S)
 
     def _watch(self) -> None:
         """Look after the connections now and then; if everything complete was taken, only the rest counts."""
