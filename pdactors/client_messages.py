@@ -152,6 +152,9 @@ class ClientHello(Message, frozen=True):
     protocol: int
     token: str = ""
 
+    def __repr__(self) -> str:
+        return f"ClientHello({self.protocol})"  # without the token
+
 
 class ClientRequest(Message, frozen=True):
     body: RequestBody

@@ -240,6 +240,9 @@ class Hello(Message, frozen=True):
     max_model_len: int
     run_id: str = ""  # a supervisor that joins from another machine learns it when it is welcomed
 
+    def __repr__(self) -> str:
+        return f"Hello({self.member!r})"  # without the join token
+
 
 class Welcome(Message, frozen=True):
     """The listener accepts the connection; `member` is the listener itself."""
@@ -701,9 +704,6 @@ def decode(decoder: msgspec.msgpack.Decoder[T], frames: Sequence[bytes | memoryv
 
 def explain(error: Exception) -> str:
     """Put a msgspec error with the field first: `max_tokens: expected `int` >= 1`."""
-    text = str(error)
-    if len(text) > MAX_REASON:  # it quotes what came
-        text = f"{text[:MAX_REASON]}…"
-    what, _, place = text.partition(" - at `$")
+    what, _, place = str(error)[:MAX_REASON].partition(" - at `$")  # it may quote what came
     place = place.rstrip("`").lstrip(".").removeprefix("body.")
     return f"{place}: {what[:1].lower()}{what[1:]}" if place else f"malformed message: {what}"

@@ -84,6 +84,7 @@ class ClientServer:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+        self._transport.close()
 
     def _on(self, kind: type[M], handler: Callable[[Peer, _Client, M], None]) -> None:
         self._handlers[kind] = handler  # type: ignore[assignment]  # each is called with its own kind only

@@ -52,7 +52,7 @@ from pdactors.messages import (
 )
 from pdactors.text.tokenizer import Tokenizer
 from pdactors.token_ids import TokenIds
-from pdactors.transport import Transport
+from pdactors.transport import Transport, transport_for
 
 if TYPE_CHECKING:
     from pdactors.actors.http.server import HttpServer
@@ -81,7 +81,8 @@ class Gateway(Actor):
         self._router_incarnation = 0
         self._news_s = 0.0  # when the router was last heard
         self._lines = LineServer(self)
-        self._clients = ClientServer(self, transport)
+        # Not `transport`: what strangers send must not keep its thread from the cluster's own messages.
+        self._clients = ClientServer(self, transport_for("tcp://", spec.keys))
         self._http: HttpServer | None = None
         self.metrics: Metrics | None = None  # nobody could read them without HTTP
         self.accept(Tokens, self._on_tokens, "prefill", "decode", "worker")
@@ -113,10 +114,10 @@ class Gateway(Actor):
     async def close(self) -> None:
         for answer in list(self.answers.values()):
             self._fail(answer, Overloaded("the cluster is shutting down", retry_after_s=5.0))
-        self._clients.close()
         await self._lines.close()
         if self._http is not None:
             await self._http.close()
+        self._clients.close()
 
     def welcomed(self, host: Member) -> None:
         """End what a lost router took with it; what decodes already goes on, since tokens do not pass the router."""
