@@ -343,10 +343,7 @@ class Pinned(Message, frozen=True):
 
 
 class Exited(Message, frozen=True):
-    """Supervisor: that process is dead and reaped; nothing that it held can be written any more.
-
-    Of the supervisor itself it means its whole node.
-    """
+    """Supervisor: that process, of a supervisor its node, is dead and reaped; nothing that it held is written now."""
 
     name: str
     incarnation: int
@@ -546,23 +543,30 @@ class ReturnExtents(Message, frozen=True):
     extents: tuple[int, ...]
 
 
+class Publish(Message, frozen=True):
+    """An engine, to its node's store: blocks of its own, the rest of a sequence's table, are the store's now."""
+
+    request: str
+    attempt: int
+    blocks: tuple[int, ...]
+    digests: tuple[bytes, ...] = ()  # of the leading ones, which are full
+    parent: bytes | None = None  # the digest before them
+    done: Prefilled | None = None  # goes to the router with all of the table; its handle names what is borrowed of it
+
+
 # ---- Migrators: from the router and the engines of the node, and among each other --------
 
 
 class Migrate(Message, frozen=True):
-    """Router: bring a sequence's KV, which lies on your node, to the migrator `target`, which tells us.
-
-    `digests` are those of the leading full blocks, as far as they are known; `time_left_s` is told instead of a
-    deadline, since your clock may be another machine's.
-    """
+    """Router: bring a sequence's KV, which lies on your node, to the migrator `target`, which tells us."""
 
     request: str
     attempt: int
     handle: KVHandle
     target: str
-    digests: tuple[bytes, ...] = ()
+    digests: tuple[bytes, ...] = ()  # of the leading full blocks, as far as they are known
     priority: Priority = "interactive"
-    time_left_s: float | None = None
+    time_left_s: float | None = None  # no deadline, since your clock may be another machine's
 
 
 class Announce(Message, frozen=True):
@@ -578,14 +582,11 @@ class Announce(Message, frozen=True):
 
 
 class DataPort(Message, frozen=True):
-    """Where KV for this migrator is sent, in the words of its data transport.
-
-    `connection` counts the connections that it had to you: at another one than you know, drop yours and connect anew.
-    """
+    """Where KV for this migrator is sent, in the words of its data transport."""
 
     transport: str
     address: bytes
-    connection: int = 0
+    connection: int = 0  # counts those that it had to you: at another than you know, drop yours and connect anew
 
 
 class Offer(Message, frozen=True):
@@ -656,7 +657,7 @@ Control: TypeAlias = (
     | Prefill | Decode | Pin | CopyOut | Release
     | Tokens | Rejected | Fleet | Surveyed
     | Migrate | Announce | Migrated | Stranded | DataPort | Offer | Taken | Ask | Grant | Stored | Abandon | Alive
-    | WantExtents | Extents | RecallExtents | ReturnExtents | Retired
+    | WantExtents | Extents | RecallExtents | ReturnExtents | Publish | Retired
     | DrainActor | Scale | StartEngines | EnginesStarted | Retire | Answered
 )  # fmt: skip
 

@@ -30,7 +30,7 @@ def check_available(config: ClusterConfig) -> None:
         ConfigError: names the key.
     """
     unavailable = [
-        (config.cluster.mode == "kvstore", "cluster.mode 'kvstore'", "disaggregated, chunked or colocated"),
+        (config.has_store and config.kv.store != "arena", f"kv.store {config.kv.store}", "arena"),
         (config.kv.transport == "cuda_ipc", "kv.transport 'cuda_ipc'", "auto, lease or ucx"),
         (config.kv.prune != 1.0, f"kv.prune {config.kv.prune}", "1.0"),
         (config.security.curve, "security.curve true", "false"),
@@ -161,14 +161,16 @@ def plan_arena(config: ClusterConfig, node: NodeSection, shape: ModelShape) -> A
     return ArenaPlan(
         layout=layout,
         num_blocks=num_blocks,
-        extent_blocks=_extent_blocks(num_blocks, engines),
+        extent_blocks=_extent_blocks(config, num_blocks, engines),
         num_slots=engines + SPARE_SLOTS + 1,  # the last one is the migrator's
         leases_per_slot=config.engine.max_batch * (engines + 1) + SPARE_LEASES,
         max_lease_blocks=layout.num_blocks(config.model.max_model_len),
     )
 
 
-def _extent_blocks(num_blocks: int, engines: int) -> int:
+def _extent_blocks(config: ClusterConfig, num_blocks: int, engines: int) -> int:
+    if config.has_store:  # which blocks are given to one by one
+        return 1
     return max(1, min(MAX_EXTENT_BLOCKS, num_blocks // (16 * engines)))
 
 
@@ -179,11 +181,11 @@ def check_room(spec: ActorSpec, engines: int) -> None:
         PDError: not all of them could have what each must have.
     """
     num_blocks = spec.config.kv.memory_bytes // spec.layout.block_bytes
-    extent_blocks = _extent_blocks(num_blocks, spec.num_engines)
+    extent_blocks = _extent_blocks(spec.config, num_blocks, spec.num_engines)
     num_extents = -(-num_blocks // extent_blocks)
     per_sequence = -(-spec.layout.num_blocks(spec.model.max_model_len) // extent_blocks)
     minimum = extents.guaranteed(num_extents, spec.num_owners, per_sequence)
-    if (engines + spec.config.moves_kv) * minimum > num_extents:
+    if (engines + spec.config.migrators_own) * minimum > num_extents:
         sure = minimum * extent_blocks * spec.layout.block_tokens
         raise PDError(
             f"kv.memory = {spec.config.kv.memory!r} has no room for another engine on {spec.node}: "

@@ -37,7 +37,7 @@ class DecodeActor(EngineActor):
             path_reason=message.path_reason,
             tokens=[message.first_token],
             received_s=self.clock(),
-            sent_s=message.sent_s if message.path == "lease" else self.clock() - message.waited_s,
+            sent_s=message.sent_s if message.path in ("lease", "store") else self.clock() - message.waited_s,
         )
         try:
             self._take_blocks(sequence, handle)

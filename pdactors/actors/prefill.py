@@ -1,9 +1,10 @@
-"""Prefill: computes prompts, samples the first token, lends the KV to whoever decodes."""
+"""Prefill: computes prompts, samples the first token, lends the KV to whoever decodes or gives it to the store."""
 
 from __future__ import annotations
 
 from pdactors.actors.actor import ROUTER
 from pdactors.actors.engine import EngineActor
+from pdactors.actors.publishing import publish
 from pdactors.actors.spec import ActorSpec
 from pdactors.engine.model import PagedModel
 from pdactors.engine.runner import Outcome
@@ -23,13 +24,25 @@ class PrefillActor(EngineActor):
         self.accept(Prefill, self.take_prompt, "router")
 
     def took(self, outcome: Outcome) -> None:
-        """Hand the sequence over: the lease stands in the arena before the message that names it is sent."""
+        """Hand the sequence over: through the store where there is one, else under a lease of ours.
+
+        The lease stands in the arena before the message that names it is sent.
+        """
         sequence = outcome.sequence
-        try:
-            lease = self.loans.lend(sequence.key, sequence.own_blocks, self.clock())
-        except Overloaded as error:
-            self.fail(sequence, error)
-            return
+        if not (self.spec.config.has_store and publish(self, sequence, self._done(outcome))):
+            try:
+                lease = self.loans.lend(sequence.key, sequence.own_blocks, self.clock())
+            except Overloaded as error:
+                self.fail(sequence, error)
+                return
+            self.tell(ROUTER, self._done(outcome, lease))
+        if sequence.segments:  # they stay ours until the request's end, so that their owner keeps the blocks
+            self._behind[sequence.key] = sequence.leases
+        self.engine.remove(sequence)
+
+    def _done(self, outcome: Outcome, lease: Lease | None = None) -> Prefilled:
+        """Describe a hand-over under our lease; without one it names only what the sequence borrows."""
+        sequence = outcome.sequence
         handle = KVHandle(
             node=self.spec.node,
             owner=self.spec.name,
@@ -37,10 +50,7 @@ class PrefillActor(EngineActor):
             segments=sequence.table_segments(self.spec.name, lease),
             num_tokens=sequence.num_stored,
         )
-        if sequence.segments:  # they stay ours until the request's end, so that their owner keeps the blocks
-            self._behind[sequence.key] = sequence.leases
-        self.engine.remove(sequence)
-        self.tell(ROUTER, Prefilled(sequence.request, sequence.attempt, outcome.sampled.token_id, handle, self.clock()))
+        return Prefilled(sequence.request, sequence.attempt, outcome.sampled.token_id, handle, self.clock())
 
     def progressed(self, sequences: list[Sequence]) -> None:
         """Have the blocks sent ahead that are full by now, of prompts that will decode elsewhere.

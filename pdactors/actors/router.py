@@ -85,8 +85,9 @@ class Router(Actor):
                 policy=config.router.policy,
                 max_distance=config.router.max_distance,
                 transport=config.kv.transport,
-                overlaps=config.kv.overlap,
+                overlaps=config.kv.overlap and not config.has_store,
                 data_transport=config.data_transport if config.moves_kv else "",
+                has_store=config.has_store,
             )
         )
         self.liveness = Liveness(config.router.dead_after_ms / 1000)
@@ -108,7 +109,7 @@ class Router(Actor):
         self.accept(Pinned, self._on_pinned, "migrator", *ENGINES)
         self.accept(Migrated, self._on_migrated, "migrator")
         self.accept(Stranded, self._on_stranded, "migrator")
-        self.accept(Prefilled, self._on_prefilled, "prefill")
+        self.accept(Prefilled, self._on_prefilled, "prefill", "migrator")
         self.accept(Adopted, self._on_adopted, "decode")
         self.accept(Finished, self._on_finished, *ENGINES)
         self.accept(Failed, self._on_failed, *ENGINES)

@@ -248,6 +248,16 @@ class ClusterConfig(Section, frozen=True):
         return self.is_separated and way != "lease" and (way != "auto" or len(self.node) > 1)
 
     @property
+    def has_store(self) -> bool:
+        """Say whether engines publish KV to a store, which each node's migrator keeps."""
+        return self.cluster.mode == "kvstore"
+
+    @property
+    def migrators_own(self) -> bool:
+        """Say whether a node's migrator has KV blocks of its own."""
+        return self.moves_kv or self.has_store
+
+    @property
     def data_transport(self) -> str:
         """Name the transport that moves KV between migrators."""
         return self.kv.transport if self.kv.transport not in ("auto", "lease") else "ucx"

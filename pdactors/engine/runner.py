@@ -40,6 +40,7 @@ class EngineLimits:
     eos_ids: frozenset[int]
     prefix_key: bytes
     prompts_first: bool = False  # mode colocated
+    caches: bool = True  # full blocks can be found here; else sequences share none, so that each can be given away
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,8 @@ class Engine:
         One whose next block another is just computing is passed over until that block can be read.
         """
         admitted: list[Sequence] = []
-        coming = {d for s in self.running if s.is_prompt and s.handle is None for d in s.digests[s.num_indexed :]}
+        prompts = [s for s in self.running if s.is_prompt and s.handle is None and self.limits.caches]
+        coming = {digest for s in prompts for digest in s.digests[s.num_indexed :]}
         for sequence in self._line():
             if len(self.running) >= self.limits.max_sequences:
                 break
@@ -125,7 +127,7 @@ class Engine:
                 self._put_back(sequence)
                 break
             self._start(sequence)
-            if sequence.handle is None:
+            if sequence.handle is None and self.limits.caches:
                 coming.update(sequence.digests[num_known:])
             admitted.append(sequence)
         return admitted
@@ -380,7 +382,7 @@ class Engine:
         if num_full <= sequence.num_indexed or sequence.is_lossy:
             return
         self._extend_digests(sequence, num_full)
-        for i in range(sequence.num_indexed, num_full):  # none of them is borrowed
+        for i in range(sequence.num_indexed, num_full if self.limits.caches else 0):  # none of them is borrowed
             self.pool.insert(sequence.digests[i], sequence.blocks[i], sequence.digests[i - 1] if i else None)
         sequence.num_indexed = num_full
 

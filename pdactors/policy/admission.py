@@ -27,6 +27,7 @@ class Limits:
     transport: str = "auto"  # of KV
     overlaps: bool = True  # KV is moved while later chunks are computed
     data_transport: str = ""  # what moves it between nodes; nothing does
+    has_store: bool = False  # prefill publishes KV to its node's migrator, and that hands it over
 
     @property
     def can_migrate(self) -> bool:

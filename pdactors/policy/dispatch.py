@@ -6,7 +6,6 @@ A request that is gone is unknown, and whatever arrives for an unknown request o
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 from pdactors import errors
 from pdactors.kv.prefix import chain
@@ -34,14 +33,14 @@ from pdactors.messages import (
 )
 from pdactors.policy import tasks
 from pdactors.policy.admission import Limits, Pace, refusal
+from pdactors.policy.chooser import Chooser
 from pdactors.policy.fleet import Engine, FleetState
-from pdactors.policy.placement import DecodeDecision, EngineView, Place, choose_prefill, schedule_decode
 from pdactors.policy.requests import Request, RequestTable, Stage
 from pdactors.policy.tasks import Order
+from pdactors.policy.transfer import Way
 
 MAX_ATTEMPTS = 3
 PIN_TIMEOUT_S = 1.0  # an owner that does not answer in time lends nothing
-FIRST_ROLES = ("prefill", "worker")  # who computes prompts
 
 
 class Dispatcher:
@@ -51,8 +50,8 @@ class Dispatcher:
         self.limits = limits
         self.requests = RequestTable()
         self.fleet = FleetState(limits.transport, limits.data_transport)
+        self.chooser = Chooser(limits, self.fleet, self.requests)
         self.dropped: Counter[str] = Counter()
-        self._turn = 0
         self._num_asked = 0
         self._pace = Pace()
 
@@ -75,9 +74,11 @@ class Dispatcher:
                 orders += self._end(request)
             elif request.stage == Stage.MIGRATING and name in (request.prefill, request.decode, *request.movers):
                 orders += self._retry(request, name)
+            elif request.stage == Stage.PREFILLING and name in self._givers(request):
+                orders += self._retry(request, name)
             elif name != request.engine and name != request.prefill:
                 orders += self._unpinned(request, name)
-            elif request.stage in (Stage.PINNING, Stage.PREFILLING, Stage.WAITING):
+            elif request.stage in (Stage.PINNING, Stage.WAITING):
                 orders += self._retry(request, name)
             elif request.decode == name:
                 orders += self._reject(request, errors.WorkerLost(f"{name} was lost while it decoded the request"))
@@ -138,12 +139,13 @@ class Dispatcher:
 
     def prefilled(self, sender: str, message: Prefilled, now: float) -> list[Order]:
         """The prompt is computed and leased: find a decode engine for it."""
-        request = self._current(sender, message)
-        if request is None or request.stage != Stage.PREFILLING:
+        request = self._prefilling(message)
+        if request is None or sender not in self._givers(request):
             return self._unwanted(sender, message)
         request.prefilled, request.prefilled_s = message, now
-        self.requests.move(request, Stage.WAITING)
-        return self._advance(now)
+        done = [] if sender == request.prefill else self._release(request, request.prefill)
+        self.requests.move(request, Stage.WAITING, sender)
+        return done + self._advance(now)
 
     def migrated(self, sender: str, message: Migrated, now: float) -> list[Order]:
         """The KV is where the decode engine can read it."""
@@ -153,9 +155,11 @@ class Dispatcher:
         return self._adopt(request, request.decode, message.handle, now)
 
     def stranded(self, sender: str, message: Stranded, now: float) -> list[Order]:
-        """The KV cannot be brought over: compute it again, perhaps elsewhere."""
-        request = self._migrating(message)
-        if request is None or sender not in request.movers:
+        """The KV cannot be brought over, or not be stored: compute it again, perhaps elsewhere."""
+        request = self._migrating(message) or self._prefilling(message)
+        if request is None:
+            return self._drop(message)
+        if sender not in (request.movers if request.stage == Stage.MIGRATING else self._givers(request)):
             return self._drop(message)
         return self._retry(request, sender, message.reason) + self._advance(now)
 
@@ -240,22 +244,10 @@ class Dispatcher:
 
     def _place_prefill(self, request: Request, now: float) -> list[Order]:
         """Choose who computes the prompt; where others have its beginning, ask them to lend it first."""
-        views = [
-            replace(view, num_owned=self.fleet.index.num_known(request.digests, {view.name}))
-            for view in self._views(*FIRST_ROLES)
-            if view.has_capacity
-        ]
-        cached = {view.name: self.limits.block_tokens * self._num_readable(request, view.name) for view in views}
-        target = choose_prefill(
-            views,
-            len(request.ask.prompt),
-            cached=cached,
-            decodes=self._views("decode"),
-            can_migrate=self.limits.can_migrate,
-        )
-        if target is None:
+        chosen = self.chooser.prefill(request)
+        if chosen is None:
             return []
-        request.num_cached = cached[target]
+        target, request.num_cached = chosen
         self._plan_decode(request, target)
         shares = self.fleet.index.shares(request.digests, target, self.fleet.neighbours(target))
         if not shares:
@@ -281,41 +273,28 @@ class Dispatcher:
         source = self.fleet.engines[prefill].place
         if not self.limits.overlaps or self.fleet.engines[prefill].member.role != "prefill":
             return
-        decision = self._schedule(request, source)
+        decision = self.chooser.decode(request, source)
         if decision is not None and decision.need_migration:
             request.movers = self.fleet.movers(source, decision.target)
             request.holders.update(request.movers)
             request.planned = decision.target
 
-    def _schedule(self, request: Request, source: Place, planned: str = "") -> DecodeDecision | None:
-        """Choose a decode engine, the one that was planned if it still has room: part of the KV is there."""
-        views = [replace(view, num_owned=request.num_owned(view.name)) for view in self._views("decode")]
-        views = [view for view in views if view.name == planned and view.has_capacity] or views
-        self._turn += 1
-        return schedule_decode(
-            source,
-            views,
-            policy=self.limits.policy,
-            max_distance=self.limits.max_distance,
-            needs_migration=self.fleet.needs_migration,
-            turn=self._turn,
-        )
-
     def _place_decode(self, request: Request, now: float) -> list[Order]:
-        done, source = request.prefilled, self.fleet.engines.get(request.prefill)
+        done, source = request.prefilled, self.fleet.place_of(request.prefill)
         if done is None or source is None:
             return []
         planned = request.planned
         self.requests.plan(request, "")  # its own place counts as free for it
-        decision = self._schedule(request, source.place, planned)
-        way = self.fleet.way(source.place, self.fleet.engines[decision.target].place) if decision else None
+        decision = self.chooser.decode(request, source, planned)
+        way = self.fleet.way(source, self.fleet.engines[decision.target].place) if decision else None
         if decision is None or way is None:
             self.requests.plan(request, planned)
             return []
         request.way = way
         if not decision.need_migration:
+            request.way = way if request.prefill in self.fleet.engines else Way("store", way.why)
             return self._adopt(request, decision.target, done.handle, now)
-        request.movers = self.fleet.movers(source.place, decision.target)
+        request.movers = self.fleet.movers(source, decision.target)
         request.holders.update(request.movers)
         self.requests.move(request, Stage.MIGRATING, decision.target)
         return [Order(request.movers[0], tasks.migrate(request, now))]
@@ -325,25 +304,13 @@ class Dispatcher:
         self.requests.move(request, Stage.ADOPTING, target)
         return [Order(target, tasks.decode(request, handle, now))]
 
-    def _num_readable(self, request: Request, name: str) -> int:
-        return self.fleet.num_readable(request.digests, name, self.requests.coming(name))
-
-    def _views(self, *roles: str) -> list[EngineView]:
-        return self.fleet.views(self.requests.assigned, *roles)
-
     def _relieve(self, name: str) -> list[Order]:
         """When prompts wait for blocks that an engine lends, have a borrower copy what it reads, largest first."""
-        load = self.fleet.engines[name].load
-        if load.blocks_lacking == 0 or load.blocks.leased_out == 0:
+        request = self.chooser.relief(name)
+        if request is None:
             return []
-        lent = [r for r in self.requests.values() if r.stage == Stage.DECODING and r.prefill == name]
-        for request in sorted(lent, key=lambda r: -len(r.ask.prompt)):
-            holder = self.fleet.engines.get(request.decode)
-            size = len(request.ask.prompt) // self.limits.block_tokens
-            if holder is not None and not request.is_copied and size < holder.load.blocks.free:
-                request.is_copied = True
-                return [Order(request.decode, CopyOut(request.ask.request, request.attempt))]
-        return []
+        request.is_copied = True
+        return [Order(request.decode, CopyOut(request.ask.request, request.attempt))]
 
     # ---- Endings --------
 
@@ -373,6 +340,21 @@ class Dispatcher:
 
     def _releases(self, request: Request) -> list[Order]:
         return [Order(holder, Release(request.ask.request, request.attempt)) for holder in sorted(request.holders)]
+
+    def _release(self, request: Request, name: str) -> list[Order]:
+        """Have somebody let go whose part is over."""
+        request.holders.discard(name)
+        return [Order(name, Release(request.ask.request, request.attempt))]
+
+    def _givers(self, request: Request) -> tuple[str, ...]:
+        """Return who can hand the prompt over: its prefill engine, and the store that it publishes to."""
+        store = self.fleet.store_of(request.prefill) if self.limits.has_store else ""
+        return (request.prefill, store) if store else (request.prefill,)
+
+    def _prefilling(self, message: Prefilled | Stranded) -> Request | None:
+        request = self.requests.get(message.request)
+        is_current = request is not None and request.attempt == message.attempt and request.stage == Stage.PREFILLING
+        return request if is_current else None
 
     def _current(self, sender: str, message: Prefilled | Adopted | Finished | Failed) -> Request | None:
         request = self.requests.get(message.request)

@@ -76,6 +76,16 @@ class FleetState:
         """Return how many leading blocks of a prompt that engine can read, or will have computed by then."""
         return self.index.num_known(digests, {name, *self.neighbours(name)}, under_way)
 
+    def store_of(self, engine: str) -> str:
+        """Name the migrator of an engine's node, which keeps what the node's engines publish."""
+        return f"{self.engines[engine].member.node}/migrator" if engine in self.engines else ""
+
+    def place_of(self, name: str) -> Place | None:
+        """Return where an engine, or a migrator that is ready, is; None if it is not there."""
+        if name in self.engines:
+            return self.engines[name].place
+        return next((Place(m.node, m.rack) for m in self.migrators.values() if m.name == name), None)
+
     def sequence_sizes(self, block_tokens: int) -> list[int]:
         """Return how many tokens each engine that carries sequences to their end could hold of one."""
         roles = ("decode", "worker")

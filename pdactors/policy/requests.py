@@ -53,7 +53,7 @@ class Request:
     number: int  # counts arrivals
     attempt: int = 1
     stage: Stage = Stage.QUEUED
-    prefill: str = ""
+    prefill: str = ""  # who computes the prompt, and then who holds its KV
     decode: str = ""
     planned: str = ""  # the decode engine that was chosen early, since KV has to move there; it keeps a place
     prefilled: Prefilled | None = None
@@ -157,6 +157,8 @@ class RequestTable(Mapping[str, Request]):
     def move(self, request: Request, stage: Stage, engine: str = "") -> None:
         """Change the stage; `engine` takes the request from PINNING, PREFILLING, MIGRATING or ADOPTING on.
 
+        From WAITING on it is the store that holds the KV, if one does, and not the engine that computed it.
+
         Raises:
             InvariantError: the automaton above has no such arrow.
         """
@@ -172,6 +174,8 @@ class RequestTable(Mapping[str, Request]):
             request.prefix.clear()
         elif stage in (Stage.PINNING, Stage.PREFILLING):
             request.prefill = engine
+        elif stage == Stage.WAITING:
+            request.prefill = engine or request.prefill
         elif stage in _AT_DECODE:
             request.decode = engine or request.decode
         if engine:
