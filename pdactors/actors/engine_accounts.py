@@ -13,7 +13,7 @@ from pdactors.messages import DecodePart, LeaseInfo, Load, PrefillPart, Report, 
 if TYPE_CHECKING:
     from pdactors.actors.actor import Actor
     from pdactors.actors.engine import EngineActor
-    from pdactors.engine.runner import Outcome
+    from pdactors.engine.step import Outcome
     from pdactors.kv.loans import Loans
 
 

@@ -101,18 +101,22 @@ class Holdings:
             return
         for block in message.blocks:
             self.arena.set_extent_owner(block, self.spec.slot)
-        held = self.store.put(message.blocks, message.digests, message.parent)
+        held = self.store.put(message.blocks, message.digests, message.part, message.parent)
+        self.tell_cache()  # first: the hand-over makes the router look for it
         if done is not None:
             before = [block for segment in done.handle.segments for block in segment.blocks]
             self._hand_over(done, [*before, *held])
         self.store.free(held)
-        self.tell_cache()
 
     def _is_fit(self, sender: Member, message: Publish) -> bool:
         """Whether the blocks are the sender's, and what it borrows before them is ours and lent for this request."""
         blocks, done = message.blocks, message.done
         is_owner = all(0 <= b < self.arena.num_blocks and self.arena.extent_owner(b) == sender.slot for b in blocks)
-        if not is_owner or len(set(blocks)) < len(blocks) or len(message.digests) > len(blocks):
+        if (
+            not is_owner
+            or len(set(blocks)) < len(blocks)
+            or len(message.digests) + (message.part is not None) > len(blocks)
+        ):
             return False
         if done is None:
             return True

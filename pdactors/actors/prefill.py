@@ -7,8 +7,8 @@ from pdactors.actors.engine import EngineActor
 from pdactors.actors.publishing import publish
 from pdactors.actors.spec import ActorSpec
 from pdactors.engine.model import PagedModel
-from pdactors.engine.runner import Outcome
 from pdactors.engine.sequence import Sequence
+from pdactors.engine.step import Outcome
 from pdactors.errors import Overloaded
 from pdactors.messages import Announce, KVHandle, Lease, Prefill, Prefilled, Segment
 from pdactors.transport import Transport

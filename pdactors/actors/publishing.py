@@ -12,18 +12,19 @@ if TYPE_CHECKING:
 
 
 def publish(actor: EngineActor, sequence: Sequence, done: Prefilled | None = None) -> bool:
-    """Give the store the full blocks that are the sequence's own, and with `done` all of them; between two steps.
+    """Give the store what can be found of the sequence's own blocks, and with `done` all of them; between two steps.
 
     False: the store cannot be reached, and everything is as it was.
     """
     own = sequence.own_blocks
     start = len(sequence.blocks) - len(own)  # what is borrowed comes first
     digests = sequence.digests[start : sequence.num_indexed]
-    blocks = own if done is not None else own[: len(digests)]
+    part = actor.engine.tail_digest(sequence)
+    blocks = own if done is not None else own[: len(digests) + (part is not None)]
     if not blocks:
         return True
-    parent = sequence.digests[start - 1] if start and digests else None
-    message = Publish(*sequence.key, tuple(blocks), tuple(digests), parent, done)
+    parent = sequence.digests[start - 1] if start and (digests or part) else None
+    message = Publish(*sequence.key, tuple(blocks), tuple(digests), part, parent, done)
     if not actor.tell(actor.migrator, message):
         return False
     actor.pool.cede(blocks)

@@ -129,7 +129,7 @@ class Router(Actor):
             (me, *self.members.values()),
             len(self.dispatcher.requests),
             self._is_draining,
-            len(self.dispatcher.requests.queued),
+            self.dispatcher.requests.num_unplaced,
         )
         for name in self.members:
             self.tell(name, fleet)
@@ -140,7 +140,7 @@ class Router(Actor):
 
     def load(self) -> Load:
         requests = self.dispatcher.requests.values()
-        return Load(running=len(requests), waiting=sum(r.stage in ("queued", "waiting") for r in requests))
+        return Load(running=len(requests), waiting=sum(r.stage in ("queued", "held", "waiting") for r in requests))
 
     async def close(self) -> None:
         self.beat()  # where the run ends, others hear of it

@@ -123,7 +123,7 @@ def bench_engine(
     for done, (context, batch) in enumerate(itertools.product(CONTEXTS, BATCHES)):
         progress("decode", done, len(CONTEXTS) * len(BATCHES))
         kv_bytes = batch * context * token_bytes
-        mine = _decode_step(ours, batch, context)
+        mine = decode_step(ours, batch, context)
         found = _interleave(rounds, ours, mine, _reference_step(theirs, ours, batch, context), limits.read)
         bytes_per_ms = 4 * _READ_FLOATS / found.limit_ms
         limit_ms = round((weight_bytes + kv_bytes) / bytes_per_ms, 3)
@@ -133,7 +133,7 @@ def bench_engine(
             ratio = round(kv_bytes / found.attention_ms / bytes_per_ms, 3)
     for done, tokens in enumerate(PROMPTS):
         progress("prefill", done, len(PROMPTS))
-        mine = _prompt(ours, tokens)
+        mine = prompt(ours, tokens)
         found = _interleave(max(3, rounds // 2), ours, mine, _reference_prompt(theirs, ours, tokens), limits.multiply)
         limit_ms = round(_prefill_flops(ours, tokens) / limits.gemm_flops * found.limit_ms, 3)
         prefill.append(PrefillCost(tokens, found.ms, found.attention_ms, found.transformers_ms, limit_ms))
@@ -170,12 +170,12 @@ def _interleave(
     """Run each once for nothing, then in turns; return medians in milliseconds."""
     times: list[tuple[float, float, float, float]] = []
     for _ in range(rounds + 1):
-        mine, attention_s = _time(ours), model.attention_s
-        times.append((mine, attention_s * 1000, _time(theirs), _time(limit)))
+        mine, attention_s = time_ms(ours), model.attention_s
+        times.append((mine, attention_s * 1000, time_ms(theirs), time_ms(limit)))
     return _Medians(*(round(statistics.median(column), 3) for column in zip(*times[1:], strict=True)))
 
 
-def _time(action: Callable[[], object]) -> float:
+def time_ms(action: Callable[[], object]) -> float:
     began = time.perf_counter()
     action()
     return (time.perf_counter() - began) * 1000
@@ -191,7 +191,7 @@ def _bind(model: PagedModel, num_tokens: int, count: int) -> list[list[int]]:
     return blocks.reshape(count, per_sequence).tolist()
 
 
-def _decode_step(model: PagedModel, batch: int, context: int) -> Callable[[], object]:
+def decode_step(model: PagedModel, batch: int, context: int) -> Callable[[], object]:
     tables = _bind(model, context, batch)
     spans = [Span(i, 1, context, table) for i, table in enumerate(tables)]
     step = StepBatch([1] * batch, [context - 1] * batch, spans, range(batch))
@@ -199,7 +199,7 @@ def _decode_step(model: PagedModel, batch: int, context: int) -> Callable[[], ob
     return lambda: sample(model.forward(step), rows)
 
 
-def _prompt(model: PagedModel, tokens: int) -> Callable[[], object]:
+def prompt(model: PagedModel, tokens: int) -> Callable[[], object]:
     (table,) = _bind(model, tokens, 1)
 
     def run() -> None:

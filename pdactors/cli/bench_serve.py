@@ -44,7 +44,7 @@ def _objective(_ctx: click.Context, _option: click.Parameter, text: str) -> Obje
     callback=parse_modes,
     metavar="MODE,...",
     default="",
-    help="Modes to start.  [default: colocated,chunked,disaggregated]",
+    help="Modes to start.  [default: colocated,chunked,disaggregated,kvstore]",
 )
 @click.option("--workload", type=click.Choice(WORKLOADS), help="What is asked.  [default: mixed]")
 @click.option("--trace", type=FILE, help="Ask what a trace in Mooncake's JSONL form has, instead.")

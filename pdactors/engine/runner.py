@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from pdactors.engine.batch import Span, StepBatch
-from pdactors.engine.sampling import Sampled, SampleRow, sample
+from pdactors.engine.limits import EngineLimits
+from pdactors.engine.sampling import SampleRow, sample
 from pdactors.engine.sequence import Sequence
+from pdactors.engine.step import Outcome, Step, StepResult
 from pdactors.kv.arena import Arena
 from pdactors.kv.blocks import BlockPool
-from pdactors.kv.prefix import chain
+from pdactors.kv.prefix import Part, chain, parts
 from pdactors.messages import FinishReason
 from pdactors.policy.batching import Portion, Work, plan_step
 
@@ -29,57 +30,6 @@ class Model(Protocol):
     attention_s: float  # what the last step spent in attention
 
     def forward(self, batch: StepBatch) -> torch.Tensor: ...
-
-
-@dataclass(frozen=True)
-class EngineLimits:
-    """How much one engine takes on at once."""
-
-    max_sequences: int
-    token_budget: int
-    eos_ids: frozenset[int]
-    prefix_key: bytes
-    prompts_first: bool = False  # mode colocated
-    caches: bool = True  # full blocks can be found here; else sequences share none, so that each can be given away
-
-
-@dataclass(frozen=True)
-class Step:
-    """A planned step: what each sequence computes, and what the model needs for it."""
-
-    portions: list[tuple[Sequence, int]]
-    batch: StepBatch
-    sampled: list[Sequence]  # those that get a token, in the order of the logit rows
-    rows: list[SampleRow]
-
-    @property
-    def num_kv_tokens(self) -> int:
-        """Tokens whose KV the step reads."""
-        return sum(span.context_len for span in self.batch.spans)
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether every sequence computes one token only."""
-        return len(self.batch.input_ids) == len(self.portions)
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The tokens, in the order of `Step.sampled`, and where the time went."""
-
-    tokens: list[Sampled]
-    duration_s: float
-    attention_s: float
-    sampling_s: float
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A sequence got a token; `finish` says whether it was the last one."""
-
-    sequence: Sequence
-    sampled: Sampled
-    finish: FinishReason | None
 
 
 class Engine:
@@ -142,8 +92,17 @@ class Engine:
             self.waiting.remove(sequence)
         else:
             self.running.remove(sequence)
+            self._index_tail(sequence)
             self._vacate(sequence)
         self._drop_kept(sequence)
+
+    def tail_digest(self, sequence: Sequence) -> bytes | None:
+        """Return by what its partly filled block can be found, by the longest part of it; it is written no more."""
+        end = sequence.num_stored if sequence.saves_kv else min(sequence.num_stored, len(sequence.prompt))
+        full = end // self._block_tokens
+        if sequence.is_lossy or full != sequence.num_indexed or full == len(sequence.blocks):
+            return None
+        return next((part.digest for part in self._parts(sequence, full, end)), None)
 
     def copy_out(self, sequence: Sequence) -> bool:
         """Replace what a running sequence borrows by copies of our own; False if there is no room for them."""
@@ -292,15 +251,32 @@ class Engine:
         sequence.num_admitted += 1
         num_full = sequence.num_indexed = len(sequence.blocks)
         sequence.num_stored = num_full * self._block_tokens
+        self._copy_tail(sequence)
         if sequence.num_admitted == 1 and not sequence.tokens:
             sequence.num_cached = sequence.num_stored
-        if sequence.tail_block is None or sequence.handle is None:
-            return
-        full, tail = divmod(sequence.handle.num_tokens, self._block_tokens)
-        if num_full == full:
+
+    def _copy_tail(self, sequence: Sequence) -> None:
+        """Go on in a copy of a partly filled block, if there is one that follows the full ones: only owners write."""
+        full, tail = divmod(sequence.num_lent, self._block_tokens)
+        if sequence.tail_block is not None and len(sequence.blocks) == full:
             self._grow(sequence, 1)
-            self.arena.copy_block(sequence.tail_block, sequence.blocks[-1])  # only owners write
+            self.arena.copy_block(sequence.tail_block, sequence.blocks[-1])
             sequence.num_stored += tail
+        elif sequence.handle is None:
+            self._copy_own_tail(sequence)
+
+    def _copy_own_tail(self, sequence: Sequence) -> None:
+        for part in self._parts(sequence, len(sequence.blocks), sequence.num_tokens - 1):
+            block = self.pool.cached(part.digest)
+            if block is None:
+                continue
+            self.pool.retain([block])  # or it might be what makes room for its copy
+            if self.pool.num_available:
+                self._grow(sequence, 1)
+                self.arena.copy_block(block, sequence.blocks[-1])
+                sequence.num_stored += part.num_tokens
+            self.pool.free([block])
+            return
 
     def _put_back(self, sequence: Sequence) -> None:
         self.pool.free(sequence.own_blocks)
@@ -383,8 +359,24 @@ class Engine:
             return
         self._extend_digests(sequence, num_full)
         for i in range(sequence.num_indexed, num_full if self.limits.caches else 0):  # none of them is borrowed
-            self.pool.insert(sequence.digests[i], sequence.blocks[i], sequence.digests[i - 1] if i else None)
+            self.pool.insert(sequence.digests[i], sequence.blocks[i], self._parent(sequence, i))
         sequence.num_indexed = num_full
+
+    def _index_tail(self, sequence: Sequence) -> None:
+        digest, full = self.tail_digest(sequence), sequence.num_indexed
+        if digest is not None and self.limits.caches:
+            self.pool.insert(digest, sequence.blocks[full], self._parent(sequence, full))
+
+    def _parts(self, sequence: Sequence, full: int, end: int) -> list[Part]:
+        """Return the parts of the block after the first `full`, as far as tokens are known up to `end`."""
+        start, size = full * self._block_tokens, self._block_tokens
+        tokens = sequence.token_ids(start, min(start + size, end))
+        return parts(tokens, size, self.limits.prefix_key, self._parent(sequence, full))
+
+    def _parent(self, sequence: Sequence, num_blocks: int) -> bytes | None:
+        """Return the digest of the last of the first `num_blocks` blocks."""
+        self._extend_digests(sequence, num_blocks)
+        return sequence.digests[num_blocks - 1] if num_blocks else None
 
     def _extend_digests(self, sequence: Sequence, num_blocks: int) -> None:
         """Know the digests of the first `num_blocks` blocks at least."""

@@ -16,7 +16,7 @@ class Sequence:
     `blocks` is the table in token order; KV of the first `num_stored` tokens is stored in it, what follows is still to
     be computed. Blocks of others are in `borrowed` and are only read. What the table may use, but need not, is in
     `lent` (block index -> full block of another owner) and `kept` (block index -> our own, with a reference);
-    `tail_block` is another owner's partly filled block, which is copied.
+    `tail_block` is another owner's partly filled block, which is copied; its tokens end at `num_lent`.
     """
 
     request: str
@@ -33,6 +33,7 @@ class Sequence:
     borrowed: set[int] = field(default_factory=set)
     lent: dict[int, int] = field(default_factory=dict)
     tail_block: int | None = None
+    num_lent: int = 0
     kept: dict[int, int] = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)  # whose leases stand behind `lent` and `tail_block`
     digests: list[bytes] = field(default_factory=list)  # of full blocks, as far as they were needed
@@ -76,6 +77,12 @@ class Sequence:
     def is_prompt(self) -> bool:
         """Whether there is more to compute than the last token's step."""
         return not self.tokens or self.num_pending > 1
+
+    def set_tail_apart(self, num_tokens: int, block_tokens: int) -> None:
+        """Take the partly filled block out of `lent`, if what is lent ends inside a block, after `num_tokens`."""
+        full, tail = divmod(num_tokens, block_tokens)
+        if tail:
+            self.tail_block, self.num_lent = self.lent.pop(full, None), num_tokens
 
     @property
     def own_blocks(self) -> list[int]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pdactors.engine.machine import Machine
-from pdactors.engine.runner import Step, StepResult
 from pdactors.engine.shape import ModelShape
+from pdactors.engine.step import Step, StepResult
 from pdactors.messages import PhaseUse, StepTimes
 
 NUM_STEPS = 512

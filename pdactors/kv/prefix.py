@@ -13,6 +13,7 @@ import numpy as np
 from pdactors.errors import InvariantError
 
 DIGEST_BYTES = 16
+PARTS = 4  # a partly filled block can be found by its first quarter, half, three quarters
 _ROOT = bytes(DIGEST_BYTES)  # the parent of a prompt's first block
 
 
@@ -34,6 +35,23 @@ def chain(tokens: Sequence[int], block_tokens: int, key: bytes, parent: bytes | 
         last = blake2b(last + data[start : start + step], digest_size=DIGEST_BYTES, key=key).digest()
         digests.append(last)
     return digests
+
+
+class Part(NamedTuple):
+    """The first `num_tokens` tokens of a block, fewer than it has room for, and their digest."""
+
+    num_tokens: int
+    digest: bytes
+
+
+def parts(tokens: Sequence[int], block_tokens: int, key: bytes, parent: bytes | None) -> list[Part]:
+    """Return the parts that the beginning of a block has, longest first; `parent` is the digest of what is before it.
+
+    A part's digest is that of `chain` over fewer tokens, so it is no full block's.
+    """
+    step = max(1, block_tokens // PARTS)
+    longest = min(len(tokens), block_tokens - 1) // step * step
+    return [Part(count, *chain(tokens[:count], count, key, parent)) for count in range(longest, 0, -step)]
 
 
 class Changes(NamedTuple):

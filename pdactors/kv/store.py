@@ -29,11 +29,13 @@ class ArenaStore:
         """Return how many leading blocks of a chain are here."""
         return next((i for i, digest in enumerate(digests) if self._pool.cached(digest) is None), len(digests))
 
-    def put(self, blocks: Sequence[int], digests: Sequence[bytes], parent: bytes | None) -> list[int]:
+    def put(
+        self, blocks: Sequence[int], digests: Sequence[bytes], part: bytes | None, parent: bytes | None
+    ) -> list[int]:
         """Take over blocks that follow the one of digest `parent`, and return who holds their content now.
 
         The leading ones are full and have `digests`; where one is known already, its first block stays and the new one
-        is free. Whatever is returned has a reference, which is the caller's to free.
+        is free. The next one can be found by a `part` of it. What is returned has a reference, the caller's to free.
 
         Raises:
             InvariantError: a block is the store's already.
@@ -43,11 +45,14 @@ class ArenaStore:
         for i, digest in enumerate(digests):
             known = self._pool.cached(digest)
             if known is None:
-                self._pool.insert(digest, blocks[i], digests[i - 1] if i else parent)
+                self._pool.insert(digest, blocks[i], parent)
             else:
                 self._pool.retain([known])
                 self._pool.free([blocks[i]])
                 held[i] = known
+            parent = digest
+        if part is not None:
+            self._pool.insert(part, blocks[len(digests)], parent)
         return held
 
     def get(self, digests: Sequence[bytes]) -> list[int]:

@@ -28,7 +28,7 @@ class Chooser:
             for view in map(self._with_stored, self._views(*FIRST_ROLES))
             if view.has_capacity
         ]
-        cached = {view.name: self._limits.block_tokens * self._num_readable(request, view.name) for view in views}
+        cached = {view.name: self._num_readable(request, view.name) for view in views}
         target = choose_prefill(
             views,
             len(request.ask.prompt),
@@ -37,6 +37,23 @@ class Chooser:
             can_migrate=self._limits.can_migrate,
         )
         return None if target is None else (target, cached[target])
+
+    def leader(self, request: Request, target: str) -> Request | None:
+        """Return who just computes, for the store that the target reads, what a prompt goes on with; wait for it.
+
+        None where waiting might take longer: at least half of what the leader computes has to be of use.
+        """
+        if not self._limits.has_store:
+            return None
+        unknown = request.digests[self._fleet.index.num_known(request.digests, {self._fleet.store_of(target)}) :]
+        for engine in self._neighbours(target):
+            for name, digests in self._requests.under_way[engine].items():
+                leader = self._requests[name]
+                shared = next((i for i, digest in enumerate(unknown) if digest not in digests), len(unknown))
+                is_worth_it = 2 * shared * self._limits.block_tokens >= len(leader.ask.prompt) - leader.num_cached
+                if shared and is_worth_it and leader.rank <= request.rank:
+                    return leader
+        return None
 
     def decode(self, request: Request, source: Place, planned: str = "") -> DecodeDecision | None:
         """Choose a decode engine, the one that was planned if it still has room: part of the KV is there."""
@@ -66,8 +83,15 @@ class Chooser:
         return None
 
     def _num_readable(self, request: Request, name: str) -> int:
-        coming = () if self._limits.has_store else self._requests.coming(name)
-        return self._fleet.num_readable(request.digests, name, coming)
+        """Return how many tokens of a prompt an engine can read, or will be able to once those before are computed."""
+        names = self._neighbours(name) if self._limits.has_store else [name]
+        coming = [digests for neighbour in names for digests in self._requests.coming(neighbour)]
+        return self._fleet.num_readable(request.keys, name, coming)
+
+    def _neighbours(self, name: str) -> list[str]:
+        """Return the engines that compute for the same store, this one among them."""
+        store = self._fleet.store_of(name)
+        return [engine for engine in self._requests.under_way if self._fleet.store_of(engine) == store]
 
     def _with_stored(self, view: EngineView) -> EngineView:
         """Count what waits for decode in the store as if it was at the engine still, so that none runs far ahead."""

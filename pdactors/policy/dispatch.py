@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 
 from pdactors import errors
-from pdactors.kv.prefix import chain
 from pdactors.messages import (
     Adopted,
     CacheChanged,
@@ -35,6 +34,7 @@ from pdactors.policy import tasks
 from pdactors.policy.admission import Limits, Pace, refusal
 from pdactors.policy.chooser import Chooser
 from pdactors.policy.fleet import Engine, FleetState
+from pdactors.policy.prefix_keys import PrefixKeys
 from pdactors.policy.requests import Request, RequestTable, Stage
 from pdactors.policy.tasks import Order
 from pdactors.policy.transfer import Way
@@ -108,14 +108,12 @@ class Dispatcher:
         if ask.request in self.requests:
             return self._drop(ask)
         self._num_asked += 1
-        request = Request(ask, gateway, now, self._num_asked)
-        queued, sizes = len(self.requests.queued), self.fleet.sequence_sizes(self.limits.block_tokens)
+        keys = PrefixKeys(ask.prompt, self.limits.block_tokens, self.limits.prefix_key)
+        request = Request(ask, gateway, now, self._num_asked, keys)
+        queued, sizes = self.requests.num_unplaced, self.fleet.sequence_sizes(self.limits.block_tokens)
         refused = refusal(ask, self.limits, sizes, queued, self._pace.retry_after_s(queued, now))
         if refused is not None:
             return [Order(gateway, tasks.reject(request, refused))]
-        block_tokens = self.limits.block_tokens
-        useful = (len(ask.prompt) - 1) // block_tokens * block_tokens
-        request.digests = tuple(chain(ask.prompt[:useful], block_tokens, self.limits.prefix_key))
         self.requests.add(request)
         return self._advance(now)
 
@@ -236,10 +234,10 @@ class Dispatcher:
             if not placed or not queue:
                 sources.remove(queue)
         while self.requests.queued:
-            placed = self._place_prefill(self.requests.queued.first, now)
-            if not placed:
+            first = self.requests.queued.first
+            orders += self._place_prefill(first, now)
+            if first.stage == Stage.QUEUED:
                 break
-            orders += placed
         return orders
 
     def _place_prefill(self, request: Request, now: float) -> list[Order]:
@@ -248,8 +246,11 @@ class Dispatcher:
         if chosen is None:
             return []
         target, request.num_cached = chosen
+        if (leader := self.chooser.leader(request, target)) is not None:
+            self.requests.hold(request, leader)
+            return []
         self._plan_decode(request, target)
-        shares = self.fleet.index.shares(request.digests, target, self.fleet.neighbours(target))
+        shares, request.prefix_tokens = self.fleet.shares(request.keys, target)
         if not shares:
             self.requests.move(request, Stage.PREFILLING, target)
             return [Order(target, tasks.prefill(request))]

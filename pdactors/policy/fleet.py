@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from pdactors.kv.prefix import Part
 from pdactors.messages import Load, Member
 from pdactors.policy.placement import EngineView, Place
-from pdactors.policy.prefix_index import PrefixIndex
+from pdactors.policy.prefix_index import PrefixIndex, Share
+from pdactors.policy.prefix_keys import PrefixKeys
 from pdactors.policy.requests import Assigned
 from pdactors.policy.transfer import Way, choose_way
 
@@ -72,9 +74,24 @@ class FleetState:
         }
         return engines | {member.name for node, member in self.migrators.items() if node == place.node}
 
-    def num_readable(self, digests: Sequence[bytes], name: str, under_way: Collection[Collection[bytes]]) -> int:
-        """Return how many leading blocks of a prompt that engine can read, or will have computed by then."""
-        return self.index.num_known(digests, {name, *self.neighbours(name)}, under_way)
+    def num_readable(self, keys: PrefixKeys, name: str, under_way: Collection[Collection[bytes]]) -> int:
+        """Return how many leading tokens of a prompt that engine can read, or will have computed by then."""
+        holders = {name, *self.neighbours(name)}
+        num_blocks = self.index.num_known(keys.digests, holders, under_way)
+        return num_blocks * keys.block_tokens + self._part(keys, num_blocks, holders).num_tokens
+
+    def shares(self, keys: PrefixKeys, reader: str) -> tuple[list[Share], int]:
+        """Return what an engine has to borrow to read what is known of a prompt, and how many tokens that makes."""
+        neighbours = self.neighbours(reader)
+        holders = {reader, *neighbours}
+        num_blocks = self.index.num_known(keys.digests, holders)
+        part = self._part(keys, num_blocks, holders)
+        digests = [*keys.digests[:num_blocks], *([part.digest] if part.num_tokens else [])]
+        return self.index.shares(digests, reader, neighbours), num_blocks * keys.block_tokens + part.num_tokens
+
+    def _part(self, keys: PrefixKeys, num_blocks: int, holders: Collection[str]) -> Part:
+        """Return the longest known part of the block after the first `num_blocks`."""
+        return next((p for p in keys.parts(num_blocks) if self.index.is_known(p.digest, holders)), _NO_PART)
 
     def store_of(self, engine: str) -> str:
         """Name the migrator of an engine's node, which keeps what the node's engines publish."""
@@ -109,3 +126,4 @@ class FleetState:
 
 
 _NOTHING = Assigned()
+_NO_PART = Part(0, b"")

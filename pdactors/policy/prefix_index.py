@@ -19,7 +19,7 @@ class Share:
 
 
 class PrefixIndex:
-    """Digest of a full block (and of all before it) -> its owners."""
+    """Digest of a block, or of a part of one (and of all before it) -> its owners."""
 
     def __init__(self) -> None:
         self._owners: dict[bytes, set[str]] = {}
@@ -51,10 +51,13 @@ class PrefixIndex:
     ) -> int:
         """Return how many leading blocks of a chain these owners hold together, or will: in `extra` is what comes."""
         for count, digest in enumerate(digests):
-            is_held = any(owner in owners for owner in self._owners.get(digest, ()))
-            if not is_held and not any(digest in coming for coming in extra):
+            if not self.is_known(digest, owners) and not any(digest in coming for coming in extra):
                 return count
         return len(digests)
+
+    def is_known(self, digest: bytes, owners: Collection[str]) -> bool:
+        """Whether one of these owners has it."""
+        return not self._owners.get(digest, set()).isdisjoint(owners)
 
     def shares(self, digests: Sequence[bytes], reader: str, owners: Collection[str]) -> list[Share]:
         """Return what `reader` has to borrow, and from whom among `owners`, to read the known part of a chain.

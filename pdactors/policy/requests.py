@@ -6,6 +6,7 @@ QUEUED --place--> PREFILLING --prefilled--> WAITING --decode has room--> ADOPTIN
  |  +--prefill lost-|----+-------------------+----------------------+      any stage: finished, failed, cancelled,
  |                  |                                                                  timed out -> gone
  +-----> PINNING ---+  others lend the prompt's beginning (and back to QUEUED when the prefill is lost)
+ +-----> HELD, while another request computes the prompt's beginning for the store, and back to QUEUED
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from enum import StrEnum
 
 from pdactors.errors import InvariantError
 from pdactors.messages import Generate, Prefilled, Segment
+from pdactors.policy.prefix_keys import PrefixKeys
 from pdactors.policy.transfer import NO_WAY, Way
 
 
 class Stage(StrEnum):
     QUEUED = "queued"
+    HELD = "held"
     PINNING = "pinning"
     PREFILLING = "prefilling"
     WAITING = "waiting"
@@ -31,7 +34,8 @@ class Stage(StrEnum):
 
 
 _LEGAL = {
-    Stage.QUEUED: {Stage.PINNING, Stage.PREFILLING},
+    Stage.QUEUED: {Stage.HELD, Stage.PINNING, Stage.PREFILLING},
+    Stage.HELD: {Stage.QUEUED},
     Stage.PINNING: {Stage.PREFILLING, Stage.QUEUED},
     Stage.PREFILLING: {Stage.WAITING, Stage.QUEUED},
     Stage.WAITING: {Stage.ADOPTING, Stage.MIGRATING, Stage.QUEUED},
@@ -40,6 +44,8 @@ _LEGAL = {
     Stage.DECODING: set[Stage](),
 }
 
+_UNPLACED = {Stage.QUEUED, Stage.HELD}
+_COMPUTING = {Stage.PINNING, Stage.PREFILLING}
 _AT_DECODE = {Stage.MIGRATING, Stage.ADOPTING, Stage.DECODING}
 
 
@@ -51,8 +57,10 @@ class Request:
     gateway: str
     arrived_s: float
     number: int  # counts arrivals
+    keys: PrefixKeys  # by which what is cached of the prompt is found
     attempt: int = 1
     stage: Stage = Stage.QUEUED
+    leader: str = ""  # the request that it is held for
     prefill: str = ""  # who computes the prompt, and then who holds its KV
     decode: str = ""
     planned: str = ""  # the decode engine that was chosen early, since KV has to move there; it keeps a place
@@ -60,10 +68,10 @@ class Request:
     prefilled_s: float = 0.0  # when that came
     way: Way = NO_WAY  # how the KV gets to decode
     movers: tuple[str, ...] = ()  # migrators that the KV moves through
-    digests: tuple[bytes, ...] = ()  # of the prompt's full blocks that need not be computed where they are cached
     num_cached: int = 0  # tokens of the prompt that its engine was expected to read when it was chosen
     pins: dict[int, str] = field(default_factory=dict)  # first block -> owner asked to lend, that has not answered
     prefix: list[Segment] = field(default_factory=list)  # what owners lend for the prefill
+    prefix_tokens: int = 0  # where that and what the prefill has itself end
     pinned_s: float = 0.0  # when they were asked
     is_copied: bool = False  # the decode engine was told to read copies of its own
     holders: set[str] = field(default_factory=set)
@@ -72,6 +80,11 @@ class Request:
     def rank(self) -> tuple[bool, int]:
         """Who is served first: interactive before batch, then the older."""
         return self.ask.priority != "interactive", self.number
+
+    @property
+    def digests(self) -> tuple[bytes, ...]:
+        """Digests of the prompt's full blocks that need not be computed where they are cached."""
+        return self.keys.digests
 
     @property
     def engine(self) -> str:
@@ -120,7 +133,8 @@ class RequestTable(Mapping[str, Request]):
 
     def __init__(self) -> None:
         self.queued = Queue()
-        self.waiting: dict[str, Queue] = {}  # by the prefill engine that holds the KV
+        self.held: dict[str, Queue] = {}  # by the request that they wait for
+        self.waiting: dict[str, Queue] = {}  # by who holds the KV
         self.assigned: dict[str, Assigned] = {}
         self.under_way: dict[str, dict[str, frozenset[bytes]]] = {}  # engine -> request -> digests that it computes
         self._requests: dict[str, Request] = {}
@@ -134,6 +148,11 @@ class RequestTable(Mapping[str, Request]):
     def __len__(self) -> int:
         return len(self._requests)
 
+    @property
+    def num_unplaced(self) -> int:
+        """Requests that no engine has taken."""
+        return len(self.queued) + sum(map(len, self.held.values()))
+
     def add(self, request: Request) -> None:
         """Take a new request in; its id is not in the table."""
         self._requests[request.ask.request] = request
@@ -143,6 +162,12 @@ class RequestTable(Mapping[str, Request]):
         """Forget a request."""
         del self._requests[request.ask.request]
         self._leave(request)
+        self._follow(request)
+
+    def hold(self, request: Request, leader: Request) -> None:
+        """Keep a queued request until the leader's prompt is computed, or is not going to be."""
+        request.leader = leader.ask.request
+        self.move(request, Stage.HELD)
 
     def coming(self, engine: str) -> Collection[frozenset[bytes]]:
         """Return the digests that an engine is computing, by request."""
@@ -181,6 +206,8 @@ class RequestTable(Mapping[str, Request]):
         if engine:
             request.holders.add(engine)
         self._enter(request)
+        if stage not in _COMPUTING:
+            self._follow(request)
 
     def check(self) -> None:
         """Hold the table against itself.
@@ -195,15 +222,18 @@ class RequestTable(Mapping[str, Request]):
                 raise InvariantError(f"request {request.ask.request} is filed under {name}")
             if (stage == Stage.WAITING or stage in _AT_DECODE) != (request.prefilled is not None):
                 raise InvariantError(f"request {name} is {stage} with the hand-over {request.prefilled}")
-            if (stage == Stage.QUEUED) == bool(request.engine):
+            if (stage in _UNPLACED) == bool(request.engine):
                 raise InvariantError(f"request {name} is {stage} at {request.engine or 'no engine'}")
             if request.engine and request.engine not in request.holders:
                 raise InvariantError(f"request {name} is at {request.engine}, which is not among its holders")
             if (stage == Stage.PINNING) != bool(request.pins):
                 raise InvariantError(f"request {name} is {stage} and waits for {request.pins}")
+            if stage == Stage.HELD and self._requests[request.leader].stage not in _COMPUTING:
+                raise InvariantError(f"request {name} is held for {request.leader}, which computes nothing")
             fresh.add(request)
         for what, ours, theirs in (
             ("queued", self.queued._ranks, fresh.queued._ranks),
+            ("held", _ranks(self.held), _ranks(fresh.held)),
             ("waiting", _ranks(self.waiting), _ranks(fresh.waiting)),
             ("assigned", self.assigned, fresh.assigned),
             ("under way", self.under_way, fresh.under_way),
@@ -212,22 +242,29 @@ class RequestTable(Mapping[str, Request]):
                 raise InvariantError(f"{what} is {ours}, the requests make it {theirs}")
 
     def _enter(self, request: Request) -> None:
+        if request.stage not in _UNPLACED:
+            self._count(request, 1)
         if request.stage == Stage.QUEUED:
             self.queued.add(request)
-            return
-        self._count(request, 1)
-        if request.stage == Stage.WAITING:
+        elif request.stage == Stage.HELD:
+            self.held.setdefault(request.leader, Queue()).add(request)
+        elif request.stage == Stage.WAITING:
             self.waiting.setdefault(request.prefill, Queue()).add(request)
 
     def _leave(self, request: Request) -> None:
+        if request.stage not in _UNPLACED:
+            self._count(request, -1)
         if request.stage == Stage.QUEUED:
             self.queued.remove(request)
-            return
-        self._count(request, -1)
-        if request.stage == Stage.WAITING:
-            self.waiting[request.prefill].remove(request)
-            if not self.waiting[request.prefill]:
-                del self.waiting[request.prefill]
+        elif request.stage == Stage.HELD:
+            _take(self.held, request.leader, request)
+        elif request.stage == Stage.WAITING:
+            _take(self.waiting, request.prefill, request)
+
+    def _follow(self, leader: Request) -> None:
+        """Queue those again that were held for a request: it computes nothing any more."""
+        while leader.ask.request in self.held:
+            self.move(self.held[leader.ask.request].first, Stage.QUEUED)
 
     def _count(self, request: Request, sign: int) -> None:
         """Account a request to its engine; one that waits for decode keeps its place at the prefill engine."""
@@ -250,6 +287,12 @@ class RequestTable(Mapping[str, Request]):
         if not assigned.num_requests:
             del self.assigned[engine]
         return assigned
+
+
+def _take(queues: dict[str, Queue], name: str, request: Request) -> None:
+    queues[name].remove(request)
+    if not queues[name]:
+        del queues[name]
 
 
 def _ranks(queues: Mapping[str, Queue]) -> dict[str, list[tuple[bool, int]]]:

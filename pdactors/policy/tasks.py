@@ -28,6 +28,7 @@ def prefill(request: Request) -> Prefill:
         ask.save_final_kv,
         tuple(sorted(request.prefix, key=lambda segment: segment.start)),
         request.movers[-1] if request.planned else "",
+        request.prefix_tokens,
     )
 
 

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from pdactors.engine.batch import StepBatch
-from pdactors.engine.runner import Engine, EngineLimits, Outcome, Step
+from pdactors.engine.limits import EngineLimits
+from pdactors.engine.runner import Engine
 from pdactors.engine.sequence import Sequence
+from pdactors.engine.step import Outcome, Step
 from pdactors.kv.arena import Arena
 from pdactors.kv.blocks import BlockPool
 from pdactors.kv.layout import KVLayout
@@ -110,19 +112,21 @@ class Rig:
     def submit(self, name: str, prompt: tuple[int, ...], max_tokens: int = 4, **options: object) -> Sequence:
         """Queue a sequence.
 
-        Options are those of Sampling, `is_urgent`, `saves_kv`; `lent` and `kept`, block index -> block; and
-        `adopted`: the first token is there, and `lent` and `kept` hold what a prefill left, its tail included.
+        Options are those of Sampling, `is_urgent`, `saves_kv`; `lent` and `kept`, block index -> block; `num_lent`,
+        where what is lent ends; and `adopted`: the first token is there, and `lent` and `kept` hold what a prefill
+        left, its tail included.
         """
         fields = {key: options.pop(key) for key in ("is_urgent", "saves_kv", "lent", "kept") if key in options}
         is_adopted = bool(options.pop("adopted", False))
+        num_lent = options.pop("num_lent", 0)
         sequence = Sequence(name, 1, prompt, Sampling(max_tokens=max_tokens, **options), **fields)
         self.pool.retain(list(sequence.kept.values()))
+        sequence.set_tail_apart(num_lent, BLOCK)
         if is_adopted:
             segment = Segment(LESSOR, Lease(0, 1), 0, tuple(sequence.lent.values()))
             sequence.handle = KVHandle("n0", LESSOR, LAYOUT.fingerprint, (segment,), len(prompt))
             sequence.tokens = self.answer(prompt, 1)
-            if len(prompt) % BLOCK:
-                sequence.tail_block = sequence.lent.pop(len(prompt) // BLOCK, None)
+            sequence.set_tail_apart(len(prompt), BLOCK)
         self.tokens[name] = list(sequence.tokens)
         self.engine.submit(sequence)
         return sequence
@@ -235,3 +239,16 @@ def rig(make_rig: Callable[..., Rig]) -> Iterator[Rig]:
     rig = make_rig()
     yield rig
     rig.check()
+
+
+@pytest.fixture
+def copies(monkeypatch, rig):
+    """Take note of what is copied: source and target."""
+    noted, copy_block = [], rig.arena.copy_block
+
+    def noting(src, dst):
+        noted.append((src, dst))
+        copy_block(src, dst)
+
+    monkeypatch.setattr(rig.arena, "copy_block", noting)
+    return noted

@@ -10,19 +10,6 @@ BLOCK = 4
 OWN, LENT = range(32), range(32, 48)
 
 
-@pytest.fixture
-def copies(monkeypatch, rig):
-    """Take note of what is copied: source and target."""
-    noted, copy_block = [], rig.arena.copy_block
-
-    def noting(src, dst):
-        noted.append((src, dst))
-        copy_block(src, dst)
-
-    monkeypatch.setattr(rig.arena, "copy_block", noting)
-    return noted
-
-
 def cache(rig, tokens):
     """Have the KV of `tokens` computed and left in the prefix cache."""
     rig.submit("filler", tokens, 1)

@@ -16,8 +16,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from pdactors.engine.runner import EngineLimits, Outcome
+from pdactors.engine.limits import EngineLimits
 from pdactors.engine.sequence import Sequence
+from pdactors.engine.step import Outcome
 from pdactors.kv.arena import Arena
 from pdactors.kv.layout import KVLayout
 from pdactors.kv.leases import MARGIN_S
@@ -251,9 +252,7 @@ class NodeMachine(RuleBasedStateMachine):
                 assert unit.loans.is_lent(sequence.key, segment.lease)
                 unit.rig.pool.retain(segment.blocks)
                 sequence.kept.update(enumerate(segment.blocks, segment.start))
-        full, tail = divmod(handle.num_tokens, BLOCK)
-        if tail:
-            sequence.tail_block = sequence.lent.pop(full, None)
+        sequence.set_tail_apart(handle.num_tokens, BLOCK)
         unit.engine.submit(sequence)
 
     @rule(which=units, data=st.data())

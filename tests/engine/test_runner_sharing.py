@@ -4,23 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pdactors.kv.prefix import chain
+from pdactors.kv.prefix import chain, parts
 
 BLOCK = 4
 OWN, LENT = range(32), range(32, 48)
-
-
-@pytest.fixture
-def copies(monkeypatch, rig):
-    """Take note of what is copied: source and target."""
-    noted, copy_block = [], rig.arena.copy_block
-
-    def noting(src, dst):
-        noted.append((src, dst))
-        copy_block(src, dst)
-
-    monkeypatch.setattr(rig.arena, "copy_block", noting)
-    return noted
 
 
 def cache(rig, tokens):
@@ -181,7 +168,7 @@ def test_a_conversation_finds_prompt_and_answer_of_the_turn_before(rig):
     for turn in range(3):
         sequence = rig.submit(str(turn), history, 9)
         rig.drain()
-        assert sequence.num_cached == num_known // BLOCK * BLOCK
+        assert sequence.num_cached == num_known
         assert rig.tokens[str(turn)] == rig.answer(history, 9)
         num_known = len(history) + 8  # the last token's KV is not there
         history = (*history, *rig.tokens[str(turn)], *rig.prompt(3, turn + 1))
@@ -191,10 +178,11 @@ def test_without_saving_only_the_prompt_is_found_again(rig):
     sequence = rig.submit("a", rig.prompt(10), 9, saves_kv=False)
     rig.drain()
     assert sequence.num_indexed == 2
-    assert rig.pool.account().cached == 2
+    assert rig.pool.account().cached == 3
     again = rig.submit("b", (*rig.prompt(10), *rig.tokens["a"]), 2)
     rig.drain()
-    assert again.num_cached == 8
+    assert again.num_cached == 10
+    assert rig.tokens["b"] == rig.answer((*rig.prompt(10), *rig.tokens["a"]), 2)
 
 
 def test_what_a_sequence_generates_on_borrowed_blocks_is_cached_under_the_whole_chain(rig):
@@ -204,8 +192,9 @@ def test_what_a_sequence_generates_on_borrowed_blocks_is_cached_under_the_whole_
     digests = chain([*prompt, *rig.tokens["a"]], BLOCK, b"key")
     assert sequence.digests == digests[:5]  # the last token's KV is not there
     assert [rig.pool.cached(digest) is not None for digest in digests] == [False, False, True, True, True]
-    assert rig.pool.account().cached == 3
-    assert rig.pool.drain_events().added == digests[2:]
+    assert rig.pool.account().cached == 4
+    (part,) = parts(rig.tokens["a"][-2:-1], BLOCK, b"key", digests[-1])
+    assert rig.pool.drain_events().added == [*digests[2:], part.digest]
 
 
 @pytest.mark.parametrize("is_adopted", [True, False])
@@ -232,5 +221,57 @@ def test_equal_blocks_of_two_sequences_are_cached_once(rig):
     for name in "ab":
         rig.adopt(name, rig.prompt(8), 10)
     rig.drain()
-    assert rig.pool.account().cached == 2
+    assert rig.pool.account().cached == 3
     assert rig.is_empty()
+
+
+# ---- Partly filled blocks --------
+
+
+def test_the_end_of_an_answer_is_copied_and_the_original_never_written(rig, copies):
+    first = rig.submit("a", rig.prompt(10), 6)
+    rig.drain()
+    known = [*rig.prompt(10), *rig.tokens["a"][:-1]]
+    (part, *_) = parts(known[12:], BLOCK, b"key", first.digests[2])
+    original = rig.pool.cached(part.digest)
+    before = rig.arena.payload()[original].copy()
+    for name, more in (("b", 1), ("c", 2)):  # both go on after the same answer, each in its own way
+        prompt = (*known, *rig.prompt(3, more))
+        sequence = rig.submit(name, prompt, 5)
+        rig.drain()
+        assert sequence.num_cached == len(known) == 15
+        assert rig.tokens[name] == rig.answer(prompt, 5)
+    assert [source for source, _ in copies] == [original, original]
+    assert (rig.arena.payload()[original] == before).all()
+
+
+def test_a_part_is_found_by_less_than_all_of_it_only_where_that_was_indexed(rig):
+    rig.submit("a", rig.prompt(11), 1)
+    rig.drain()
+    other = (*rig.prompt(10), 30, 31)  # differs in the last token of the part that was kept
+    sequence = rig.submit("b", other, 3)
+    rig.drain()
+    assert sequence.num_cached == 8
+    assert rig.tokens["b"] == rig.answer(other, 3)
+
+
+def test_the_last_block_that_is_there_may_be_the_one_that_is_copied(make_rig):
+    rig = make_rig(4)
+    rig.submit("a", rig.prompt(3), 1)
+    rig.drain()
+    rig.submit("b", rig.prompt(15), 1)  # needs every block
+    rig.drain()
+    assert rig.tokens["b"] == rig.answer(rig.prompt(15), 1)
+    assert rig.is_empty()
+
+
+def test_a_lent_part_is_copied(rig, copies):
+    prompt = rig.prompt(18)
+    lent = rig.lend(prompt)
+    before = rig.arena.payload()[LENT.start :].copy()
+    sequence = rig.submit("a", prompt, 4, lent=dict(enumerate(lent[:4])), num_lent=15)
+    rig.drain()
+    assert (sequence.num_cached, rig.engine.num_computed) == (15, 3)
+    assert [source for source, _ in copies] == [lent[3]]
+    assert rig.tokens["a"] == rig.answer(prompt, 4)
+    assert (rig.arena.payload()[LENT.start :] == before).all()

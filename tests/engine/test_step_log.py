@@ -4,8 +4,8 @@ import pytest
 
 from pdactors.engine.batch import Span, StepBatch
 from pdactors.engine.machine import Machine
-from pdactors.engine.runner import Step, StepResult
 from pdactors.engine.shape import ModelShape
+from pdactors.engine.step import Step, StepResult
 from pdactors.engine.step_log import NUM_STEPS, SLOW_LOG_PERIOD_S, StepLog
 from pdactors.messages import PhaseUse, StepTimes
 

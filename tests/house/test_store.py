@@ -13,6 +13,7 @@ import pytest
 
 from pdactors import AsyncClient, Client, Cluster
 
+pytestmark = pytest.mark.slow
 BLOCK = 32
 MakeIds = Callable[[object, int], list[int]]
 
@@ -83,7 +84,7 @@ def test_several_decode_engines_share_one_copy_of_a_prefix(stored: Cluster, make
     answers = asyncio.run(_answers(stored, asks))
     assert {answer.usage.cached_tokens for answer in answers} == {20 * BLOCK}
     settled(stored)
-    assert _blocks(stored, "n0/migrator")["cached"] <= before + 8
+    assert _blocks(stored, "n0/migrator")["cached"] <= before + 2 * 8  # the ends of prompts and of answers
 
 
 def test_kv_of_a_prefill_that_was_killed_is_used(stored: Cluster, make_ids: MakeIds, settled: Any, until: Any) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdactors.errors import InvariantError
-from pdactors.kv.prefix import Changes, PrefixCache, cache_key, chain
+from pdactors.kv.prefix import DIGEST_BYTES, PARTS, Changes, PrefixCache, cache_key, chain, parts
 
 KEY = cache_key("model", "layout")
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
@@ -63,6 +63,25 @@ def test_a_chain_can_be_continued_from_any_block(tokens: list[int], size: int, c
     cut = min(cut, len(whole))
     parent = whole[cut - 1] if cut else None
     assert whole[:cut] + chain(tokens[cut * size :], size, KEY, parent) == whole
+
+
+@settings(derandomize=True, deadline=None)
+@given(TOKENS, st.integers(1, 40))
+def test_parts_go_from_long_to_short_and_name_their_tokens(tokens: list[int], size: int) -> None:
+    parent = bytes(DIGEST_BYTES)
+    found = parts(tokens, size, KEY, parent)
+    counts = [part.num_tokens for part in found]
+    assert counts == sorted(counts, reverse=True)
+    assert all(0 < count < size and count <= len(tokens) for count in counts)
+    assert min(len(tokens), size - 1) - max(counts, default=0) < max(1, size // PARTS)
+    whole = chain(tokens, size, KEY, parent)
+    assert len({part.digest for part in found} | set(whole)) == len(found) + len(set(whole))
+    for part in found:
+        assert part in parts(tokens[: part.num_tokens], size, KEY, parent)
+        assert (
+            part.digest not in {other.digest for other in parts([*tokens[:-1], 7], size, KEY, parent)}
+            or tokens[: part.num_tokens] == [*tokens[:-1], 7][: part.num_tokens]
+        )
 
 
 def test_equal_tokens_in_another_place_have_another_digest() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdactors.kv.prefix import chain
+from pdactors.kv.prefix import chain, parts
 from pdactors.messages import (
     Adopted,
     Blocks,
@@ -122,6 +122,36 @@ def test_nobody_is_asked_for_what_follows_a_gap_or_is_too_short_for_a_block():
     dispatcher = make("p", "d", d=DIGESTS[1:])
     assert prefill_of(generate(dispatcher)).prefix == ()
     assert prefill_of(generate(dispatcher, "short", PROMPT[:4])).prefix == ()
+
+
+def part(count, num_blocks):
+    """Return the digest of the first `count` tokens of the block after the first `num_blocks`."""
+    parent = DIGESTS[num_blocks - 1] if num_blocks else None
+    return next(p.digest for p in parts(PROMPT[4 * num_blocks :][:4], 4, KEY, parent) if p.num_tokens == count)
+
+
+def test_a_part_is_lent_with_the_blocks_before_it():
+    tail = part(3, 2)
+    dispatcher = make("p", "d", d=(*DIGESTS[:2], tail, part(1, 2), part(3, 1)))
+    assert generate(dispatcher) == [pin("d", 0, *DIGESTS[:2], tail)]
+    prefill = prefill_of(dispatcher.pinned("d", pinned("d", 0, 3)))
+    assert (prefill.prefix, prefill.prefix_tokens) == ((segment("d", 0, 3),), 11)
+
+
+def test_a_part_is_lent_to_who_has_the_blocks_before_it():
+    dispatcher = make("p", "d", d=(part(2, 1),), p=DIGESTS[:1])
+    assert generate(dispatcher) == [pin("d", 1, part(2, 1))]
+    assert prefill_of(dispatcher.pinned("d", pinned("d", 1, 1))).prefix_tokens == 6
+
+
+def test_nobody_is_asked_for_a_part_that_the_reader_has():
+    dispatcher = make("p", "d", d=(part(2, 0), part(3, 0)), p=(part(3, 0),))
+    assert prefill_of(generate(dispatcher)).prefix == ()
+
+
+def test_the_last_token_is_no_part_of_anything():
+    dispatcher = make("p", "d", d=(part(3, 0),))
+    assert prefill_of(generate(dispatcher, prompt=PROMPT[:3])).prefix == ()
 
 
 def test_another_prompt_is_not_taken_for_the_same():
