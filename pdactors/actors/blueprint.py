@@ -185,7 +185,7 @@ def check_room(spec: ActorSpec, engines: int) -> None:
     num_extents = -(-num_blocks // extent_blocks)
     per_sequence = -(-spec.layout.num_blocks(spec.model.max_model_len) // extent_blocks)
     minimum = extents.guaranteed(num_extents, spec.num_owners, per_sequence)
-    if (engines + spec.config.migrators_own) * minimum > num_extents:
+    if (engines + spec.config.moves_kv) * minimum > num_extents:
         sure = minimum * extent_blocks * spec.layout.block_tokens
         raise PDError(
             f"kv.memory = {spec.config.kv.memory!r} has no room for another engine on {spec.node}: "

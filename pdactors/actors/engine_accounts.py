@@ -29,7 +29,7 @@ def load(actor: EngineActor) -> Load:
         waiting=len(engine.waiting),
         pending_tokens=sum(s.num_pending for s in sequences if s.is_prompt),
         max_sequences=actor.spec.config.engine.max_batch,
-        max_blocks=actor.extents.max_blocks(max(here, actor.spec.num_engines) + actor.spec.config.migrators_own),
+        max_blocks=actor.extents.max_blocks(max(here, actor.spec.num_engines) + actor.spec.config.moves_kv),
         blocks=msgspec.structs.replace(actor.pool.account(), leased_in=len(borrowed)),
         step_ms=actor.steps.times(),
         blocks_lacking=engine.blocks_lacking(),

@@ -82,8 +82,9 @@ class Holdings:
 
     def evict(self, count: int) -> int:
         """Give up to `count` extents back whose contents nobody uses, and return how many."""
+        kept = self.extents.minimum if self.spec.config.moves_kv else 0
         spare = self.num_unreserved // self.arena.extent_blocks
-        evicted = self.store.evict(max(0, min(count, len(self.pool.extents) - self.extents.minimum, spare)))
+        evicted = self.store.evict(max(0, min(count, len(self.pool.extents) - kept, spare)))
         for blocks in evicted:
             self.arena.set_extent_owner(blocks.start // self.arena.extent_blocks, None)
         self.tell_cache()

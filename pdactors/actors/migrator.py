@@ -67,9 +67,9 @@ class Migrator(Actor):
         self.accept(ReturnExtents, self._on_return, *ENGINES, "migrator")
         self.accept(Retired, self._on_retired, "router")
         if self.holdings is not None:
-            self._names[spec.slot] = spec.name
             self._accept_holdings(self.holdings)
         if self.mover is not None:
+            self._names[spec.slot] = spec.name
             self._accept_moves(self.mover)
 
     def _accept_holdings(self, holdings: Holdings) -> None:
@@ -179,9 +179,8 @@ class Migrator(Actor):
         free = self.arena.free_extents()
         for slot, wanted in list(self._demand.items()):
             short = extents.shortage(wanted, slot, owned, len(free), self._minimum)
-            if short and self.holdings is not None and slot != self.spec.slot:
-                owned[self.spec.slot] -= self.holdings.evict(short)
-                free = self.arena.free_extents()
+            if short and self.holdings is not None and slot != self.spec.slot and self.holdings.evict(short):
+                owned, free = self._owned(), self.arena.free_extents()
             count = extents.grant(wanted, slot, owned, len(free), self._minimum)
             granted, free = free[:count], free[count:]
             for extent in granted:
@@ -199,7 +198,7 @@ class Migrator(Actor):
                     self.tell(self._names[other], RecallExtents(spare))
 
     def _owned(self) -> Counter[int]:
-        """Return how many extents each engine has: those of the plan, and those that joined since."""
+        """Return how many extents each has who is sure of some: engines, of the plan or joined since, and the mover."""
         slots = {*range(self.spec.num_engines), *self._names} - self._retired
         return Counter({slot: len(self.arena.extents_of(slot)) for slot in sorted(slots)})
 

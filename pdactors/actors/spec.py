@@ -62,8 +62,8 @@ class ActorSpec(Struct, frozen=True):
 
     @property
     def num_owners(self) -> int:
-        """Who shares the arena's extents: the engines, and the migrator if it has KV of its own."""
-        return self.num_engines + self.config.migrators_own
+        """Who is sure of a share of the arena: the engines, and the migrator if KV is moved here."""
+        return self.num_engines + self.config.moves_kv
 
     def member(self, pid: int, address: str = "") -> Member:
         """Return how this actor introduces itself."""

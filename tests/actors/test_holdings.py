@@ -139,16 +139,17 @@ async def test_what_does_not_fit_is_refused_and_changes_nothing(node_of, fault):
 async def test_a_full_store_evicts_what_nobody_reads_for_whoever_lacks_memory(node_of):
     async with node_of() as node:
         prefill, decode = await node.join(PREFILL, "prefill"), await node.join(DECODE, "decode")
-        minimum = node.migrator.holdings.extents.minimum
+        minimum = LAYOUT.num_blocks(64)
         for i in range(6):
             blocks = await node.say(prefill, WantExtents(4))
             await node.say(prefill, Publish(f"r{i}", 1, tuple(blocks), tuple(bytes([i, j] * 8) for j in range(4))))
         assert node.account.cached == 24
-        assert len(await node.say(decode, WantExtents(99))) == NUM_BLOCKS - minimum - minimum
+        assert len(await node.say(decode, WantExtents(NUM_BLOCKS - 2 * minimum))) == NUM_BLOCKS - 2 * minimum
         assert node.account.cached == minimum
         assert node.migrator.holdings.store.contains([bytes([0, 0] * 8)]) == 0
         assert node.migrator.holdings.store.contains([bytes([5, 0] * 8)]) == 1
-        assert len(await node.say(prefill, WantExtents(99))) == minimum
+        assert len(await node.say(prefill, WantExtents(99))) == 2 * minimum
+        assert node.account.cached == 0
 
 
 async def test_what_is_read_stays_however_much_memory_is_missed(node_of):
