@@ -75,7 +75,7 @@ class KVHandle(Struct, frozen=True):
     """Where a sequence's KV is: arena blocks of one node, in token order, each run of them under its owner's lease.
 
     `num_tokens` tokens are stored; the last block is partly filled unless `num_tokens` divides evenly. Segments of
-    another owner than `owner` are what the prefill itself borrows.
+    another owner than `owner` are what the prefill itself borrows; without an `owner` all are lent for a move.
     """
 
     node: str
@@ -566,7 +566,7 @@ class Migrate(Message, frozen=True):
     attempt: int
     handle: KVHandle
     target: str
-    digests: tuple[bytes, ...] = ()  # of the leading full blocks, as far as they are known
+    digests: tuple[bytes, ...] = ()  # of the leading blocks, as far as they are known
     priority: Priority = "interactive"
     time_left_s: float | None = None  # no deadline, since your clock may be another machine's
 

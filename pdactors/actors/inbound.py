@@ -108,7 +108,7 @@ class Inbound:
             reason = f"KV layout: theirs is {offer.layout}, ours is {spec.layout.fingerprint}"
         elif not 1 <= offer.num_tokens <= spec.model.max_model_len:
             reason = f"{offer.num_tokens} tokens; model.max_model_len is {spec.model.max_model_len}"
-        elif len(offer.digests) >= num_blocks:  # the last block is never one that others have
+        elif len(offer.digests) > num_blocks:
             reason = f"{len(offer.digests)} digests of {num_blocks} blocks"
         if reason:
             self._mover.tell(sender.name, Abandon(offer.request, offer.attempt, reason))

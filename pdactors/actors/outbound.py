@@ -118,8 +118,10 @@ class Outbound:
             self._unreachable[key] = message, self._mover.clock() + REACH_S
             return None
         if leaving is None:
+            codec: Codec | None = None if handle.owner else "none"  # what others are to read has to be exact
+            left_s = message.time_left_s
             leaving = self._begin(
-                key, message.target, handle.num_tokens, message.priority, message.digests, message.time_left_s
+                key, message.target, handle.num_tokens, message.priority, message.digests, left_s, codec
             )
         if message.time_left_s is not None:
             self.queue.set_deadline(key, self._mover.clock() + message.time_left_s)
@@ -140,9 +142,10 @@ class Outbound:
         priority: Priority,
         digests: tuple[bytes, ...],
         left_s: float | None = None,
+        codec: Codec | None = None,
     ) -> Leaving:
         mover = self._mover
-        codec = mover.codec_for(target, num_tokens, left_s)
+        codec = codec or mover.codec_for(target, num_tokens, left_s)
         leaving = Leaving(key, target, num_tokens, {}, [], [], codec, mover.clock())
         self._leaving[key] = leaving
         self.queue.add(key, target, priority, None)
@@ -157,7 +160,7 @@ class Outbound:
             Refused: a block that is named is not what the lease names, or lies nowhere.
         """
         for segment in segments:
-            if segment.owner != owner:
+            if owner and segment.owner != owner:
                 leaving.watched.append(segment.lease)
                 named = self._mover.loans.named(segment.lease)
             elif segment.lease in leaving.borrowed:

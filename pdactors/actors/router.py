@@ -88,6 +88,7 @@ class Router(Actor):
                 overlaps=config.kv.overlap and not config.has_store,
                 data_transport=config.data_transport if config.moves_kv else "",
                 has_store=config.has_store,
+                layout=spec.layout.fingerprint,
             )
         )
         self.liveness = Liveness(config.router.dead_after_ms / 1000)
@@ -331,7 +332,7 @@ class Router(Actor):
         self.dispatcher.cache_changed(sender.name, message)
 
     def _on_pinned(self, sender: Member, message: Pinned) -> None:
-        self._perform(self.dispatcher.pinned(sender.name, message))
+        self._perform(self.dispatcher.pinned(sender.name, message, self.clock()))
 
     def _on_prefilled(self, sender: Member, message: Prefilled) -> None:
         self._perform(self.dispatcher.prefilled(sender.name, message, self.clock()))

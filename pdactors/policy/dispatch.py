@@ -23,7 +23,6 @@ from pdactors.messages import (
     Message,
     Migrate,
     Migrated,
-    Pin,
     Pinned,
     Prefill,
     Prefilled,
@@ -32,6 +31,7 @@ from pdactors.messages import (
 )
 from pdactors.policy import tasks
 from pdactors.policy.admission import Limits, Pace, refusal
+from pdactors.policy.borrowing import Borrowing
 from pdactors.policy.chooser import Chooser
 from pdactors.policy.fleet import Engine, FleetState
 from pdactors.policy.prefix_keys import PrefixKeys
@@ -40,7 +40,6 @@ from pdactors.policy.tasks import Order
 from pdactors.policy.transfer import Way
 
 MAX_ATTEMPTS = 3
-PIN_TIMEOUT_S = 1.0  # an owner that does not answer in time lends nothing
 
 
 class Dispatcher:
@@ -51,6 +50,7 @@ class Dispatcher:
         self.requests = RequestTable()
         self.fleet = FleetState(limits.transport, limits.data_transport)
         self.chooser = Chooser(limits, self.fleet, self.requests)
+        self.borrowing = Borrowing(limits, self.fleet, self.requests)
         self.dropped: Counter[str] = Counter()
         self._num_asked = 0
         self._pace = Pace()
@@ -77,7 +77,7 @@ class Dispatcher:
             elif request.stage == Stage.PREFILLING and name in self._givers(request):
                 orders += self._retry(request, name)
             elif name != request.engine and name != request.prefill:
-                orders += self._unpinned(request, name)
+                orders += self.borrowing.lost(request, name, now) if request.stage == Stage.PINNING else []
             elif request.stage in (Stage.PINNING, Stage.WAITING):
                 orders += self._retry(request, name)
             elif request.decode == name:
@@ -122,7 +122,7 @@ class Dispatcher:
         request = self.requests.get(message.request)
         return self._end(request) + self._advance(now) if request else self._drop(message)
 
-    def pinned(self, sender: str, message: Pinned) -> list[Order]:
+    def pinned(self, sender: str, message: Pinned, now: float) -> list[Order]:
         """An owner lends part of the prompt's beginning, or has nothing of it any more."""
         request = self.requests.get(message.request)
         is_expected = request is not None and request.attempt == message.attempt and request.stage == Stage.PINNING
@@ -130,10 +130,7 @@ class Dispatcher:
             self._drop(message)
             is_over = request is None or request.attempt != message.attempt
             return [Order(sender, Release(message.request, message.attempt))] if is_over else []
-        del request.pins[message.start]
-        if message.segment is not None:
-            request.prefix.append(message.segment)
-        return self._start(request) if not request.pins else []
+        return self.borrowing.pinned(request, message, now)
 
     def prefilled(self, sender: str, message: Prefilled, now: float) -> list[Order]:
         """The prompt is computed and leased: find a decode engine for it."""
@@ -146,7 +143,9 @@ class Dispatcher:
         return done + self._advance(now)
 
     def migrated(self, sender: str, message: Migrated, now: float) -> list[Order]:
-        """The KV is where the decode engine can read it."""
+        """The KV is where the engine that needs it can read it."""
+        if (pulling := self._pulling(message)) is not None and sender == pulling.pull[-1]:
+            return self.borrowing.migrated(pulling, message)
         request = self._migrating(message)
         if request is None or sender != request.movers[-1]:
             return self._unwanted(sender, message)
@@ -154,6 +153,8 @@ class Dispatcher:
 
     def stranded(self, sender: str, message: Stranded, now: float) -> list[Order]:
         """The KV cannot be brought over, or not be stored: compute it again, perhaps elsewhere."""
+        if (pulling := self._pulling(message)) is not None and sender in pulling.pull:
+            return self.borrowing.failed(pulling, now)
         request = self._migrating(message) or self._prefilling(message)
         if request is None:
             return self._drop(message)
@@ -190,6 +191,8 @@ class Dispatcher:
         request = self.requests.get(message.request)
         if request is None or request.attempt != message.attempt:
             return []
+        if request.pull and name in request.pull:
+            return self.borrowing.failed(request, now)
         if request.stage in (Stage.PREFILLING, Stage.MIGRATING) and name in (request.engine, *request.movers):
             return self._retry(request, name, "it cannot be reached") + self._advance(now)
         if request.engine != name:
@@ -208,9 +211,8 @@ class Dispatcher:
                 orders += self._reject(
                     request, errors.RequestTimeout(f"{request.stage} when its time ran out after {waited:.1f} s")
                 )
-            elif request.stage == Stage.PINNING and now - request.pinned_s > PIN_TIMEOUT_S:
-                request.pins.clear()
-                orders += self._start(request)
+            elif request.stage == Stage.PINNING:
+                orders += self.borrowing.overdue(request, now)
         return orders + self._advance(now) if orders else []
 
     def check(self) -> None:
@@ -250,24 +252,7 @@ class Dispatcher:
             self.requests.hold(request, leader)
             return []
         self._plan_decode(request, target)
-        shares, request.prefix_tokens = self.fleet.shares(request.keys, target)
-        if not shares:
-            self.requests.move(request, Stage.PREFILLING, target)
-            return [Order(target, tasks.prefill(request))]
-        self.requests.move(request, Stage.PINNING, target)
-        request.pinned_s = now
-        orders = []
-        for share in shares:
-            request.pins[share.start] = share.owner
-            request.holders.add(share.owner)
-            message = Pin(request.ask.request, request.attempt, share.start, share.digests)
-            orders.append(Order(share.owner, message))
-        return orders
-
-    def _start(self, request: Request) -> list[Order]:
-        """Everyone who was asked has answered: compute the rest."""
-        self.requests.move(request, Stage.PREFILLING, request.prefill)
-        return [Order(request.prefill, tasks.prefill(request))]
+        return self.borrowing.begin(request, target, now)
 
     def _plan_decode(self, request: Request, prefill: str) -> None:
         """Choose the decode engine early if KV has to move there: it can go while the prompt is still computed."""
@@ -325,13 +310,6 @@ class Dispatcher:
         self.requests.move(request, Stage.QUEUED)
         return orders
 
-    def _unpinned(self, request: Request, name: str) -> list[Order]:
-        """An owner that was asked to lend is lost: go on without it."""
-        asked = [start for start, owner in request.pins.items() if owner == name]
-        for start in asked:
-            del request.pins[start]
-        return self._start(request) if asked and not request.pins else []
-
     def _reject(self, request: Request, error: errors.PDError) -> list[Order]:
         return [Order(request.gateway, tasks.reject(request, error)), *self._end(request)]
 
@@ -369,6 +347,11 @@ class Dispatcher:
         known = self.requests.get(message.request)
         is_held = known is not None and known.attempt == message.attempt and sender in known.holders
         return [] if is_held else [Order(sender, Release(message.request, message.attempt))]
+
+    def _pulling(self, message: Migrated | Stranded) -> Request | None:
+        request = self.requests.get(message.request)
+        is_current = request is not None and request.attempt == message.attempt and bool(request.pull)
+        return request if is_current else None
 
     def _migrating(self, message: Migrated | Stranded) -> Request | None:
         request = self.requests.get(message.request)

@@ -72,6 +72,7 @@ class Request:
     pins: dict[int, str] = field(default_factory=dict)  # first block -> owner asked to lend, that has not answered
     prefix: list[Segment] = field(default_factory=list)  # what owners lend for the prefill
     prefix_tokens: int = 0  # where that and what the prefill has itself end
+    pull: tuple[str, ...] = ()  # the migrators that bring it from another node
     pinned_s: float = 0.0  # when they were asked
     is_copied: bool = False  # the decode engine was told to read copies of its own
     holders: set[str] = field(default_factory=set)
@@ -197,6 +198,7 @@ class RequestTable(Mapping[str, Request]):
             request.num_cached = 0
             request.pins.clear()
             request.prefix.clear()
+            request.pull = ()
         elif stage in (Stage.PINNING, Stage.PREFILLING):
             request.prefill = engine
         elif stage == Stage.WAITING:
@@ -226,7 +228,7 @@ class RequestTable(Mapping[str, Request]):
                 raise InvariantError(f"request {name} is {stage} at {request.engine or 'no engine'}")
             if request.engine and request.engine not in request.holders:
                 raise InvariantError(f"request {name} is at {request.engine}, which is not among its holders")
-            if (stage == Stage.PINNING) != bool(request.pins):
+            if (stage == Stage.PINNING) != bool(request.pins) or (request.pull and stage != Stage.PINNING):
                 raise InvariantError(f"request {name} is {stage} and waits for {request.pins}")
             if stage == Stage.HELD and self._requests[request.leader].stage not in _COMPUTING:
                 raise InvariantError(f"request {name} is held for {request.leader}, which computes nothing")

@@ -353,7 +353,7 @@ async def test_kv_of_another_layout_is_refused_with_both_values(world_of):
         ({"layout": "f" * 16}, f"KV layout: theirs is {'f' * 16}, ours is {LAYOUT.fingerprint}"),
         ({"num_tokens": 0}, "0 tokens; model.max_model_len is 320"),
         ({"num_tokens": MAX_TOKENS + 1}, "321 tokens; model.max_model_len is 320"),
-        ({"digests": (b"x",) * 2}, "2 digests of 2 blocks"),
+        ({"digests": (b"x",) * 3}, "3 digests of 2 blocks"),
     ],
 )
 async def test_an_offer_that_cannot_be_right_is_refused(world_of, until, changes, reason):

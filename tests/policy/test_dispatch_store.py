@@ -16,7 +16,9 @@ from pdactors.messages import (
     Load,
     Member,
     Migrate,
+    Migrated,
     Pin,
+    Pinned,
     Prefill,
     Prefilled,
     Release,
@@ -24,6 +26,7 @@ from pdactors.messages import (
     Segment,
     Stranded,
 )
+from pdactors.policy.borrowing import PULL_TIMEOUT_S
 from pdactors.policy.dispatch import Dispatcher, Limits, Order
 from pdactors.token_ids import TokenIds
 
@@ -202,3 +205,80 @@ def test_one_that_waits_can_be_cancelled_and_times_out():
     dispatcher.tick(200.0)
     assert not dispatcher.requests
     dispatcher.check()
+
+
+# ---- What another node's store has --------
+
+OTHER = "n1/migrator"
+
+
+def pulling(*engines, digests=2):
+    """A request whose first blocks the other node's store has; it was asked for them."""
+    dispatcher = make("p", "d", *engines, STORE, OTHER)
+    generate(dispatcher, "first")
+    dispatcher.cache_changed(OTHER, CacheChanged(dispatcher.requests["first"].digests[:digests]))
+    dispatcher.cancel(Cancel("first"), 0.0)
+    (pin,) = generate(dispatcher)
+    assert pin == Order(OTHER, Pin("r", 1, 0, dispatcher.requests["r"].digests[:digests]))
+    return dispatcher
+
+
+def lent(dispatcher, count=2, owner=OTHER):
+    segment = Segment(owner, Lease(5, 1), 0, tuple(range(count))) if count else None
+    return dispatcher.pinned(owner, Pinned("r", 1, 0, segment), 0.5)
+
+
+def arrived(dispatcher, count=2, sender=STORE):
+    handle = KVHandle("n0", sender, "", (Segment(sender, Lease(9, 1), 0, tuple(range(count))),), count * BLOCK)
+    return dispatcher.migrated(sender, Migrated("r", 1, handle, 100, 0.1, "none"), 1.0)
+
+
+@pytest.mark.parametrize("count", [2, 1])
+def test_what_another_nodes_store_has_is_brought_before_the_rest_is_computed(count):
+    dispatcher = pulling()
+    (migrate,) = lent(dispatcher, count)
+    assert migrate.to == OTHER
+    assert migrate.message.target == STORE
+    assert (migrate.message.handle.owner, migrate.message.handle.num_tokens) == ("", count * BLOCK)
+    assert migrate.message.digests == dispatcher.requests["r"].digests[:count]
+    assert stage(dispatcher) == "pinning"
+    (prefill,) = arrived(dispatcher, count)
+    assert (prefill.to, prefill.message.prefix_tokens) == ("p", count * BLOCK)
+    assert [segment.owner for segment in prefill.message.prefix] == [STORE]
+    assert stage(dispatcher) == "prefilling"
+    assert dispatcher.cancel(Cancel("r"), 2.0) == [Order(name, Release("r", 1)) for name in (STORE, OTHER, "p")]
+
+
+@pytest.mark.parametrize("when", ["nothing lent", "stranded", "source lost", "late", "unreachable"])
+def test_when_nothing_comes_from_there_what_the_own_store_has_is_borrowed(when):
+    dispatcher = pulling()
+    dispatcher.cache_changed(STORE, CacheChanged(dispatcher.requests["r"].digests[:1]))
+    if when == "nothing lent":
+        orders = lent(dispatcher, 0)
+    else:
+        (migrate,) = lent(dispatcher)
+        if when == "stranded":
+            orders = dispatcher.stranded(OTHER, Stranded("r", 1, "it broke"), 1.0)
+        elif when == "source lost":
+            orders = dispatcher.lost(OTHER, 1.0)
+        elif when == "late":
+            assert dispatcher.tick(PULL_TIMEOUT_S) == []
+            orders = dispatcher.tick(PULL_TIMEOUT_S + 1)
+        else:
+            orders = dispatcher.undelivered(OTHER, migrate.message, 1.0)
+    assert told(orders) == [(STORE, Pin)]
+    assert orders[0].message.digests == dispatcher.requests["r"].digests[:1]
+    assert stage(dispatcher) == "pinning"
+    assert arrived(dispatcher) == []  # late
+    assert stage(dispatcher) == "pinning"
+    assert told(lent(dispatcher, 1, STORE)) == [("p", Prefill)]
+
+
+def test_what_the_own_store_has_too_is_not_brought():
+    dispatcher = make("p", "d", STORE, OTHER)
+    generate(dispatcher, "first")
+    digests = dispatcher.requests["first"].digests
+    for store in (STORE, OTHER):
+        dispatcher.cache_changed(store, CacheChanged(digests))
+    dispatcher.cancel(Cancel("first"), 0.0)
+    assert told(generate(dispatcher)) == [(STORE, Pin)]
