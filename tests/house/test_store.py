@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pdactors import AsyncClient, Client, Cluster
+from pdactors import AsyncClient, Client, Cluster, PDError
 
 pytestmark = pytest.mark.slow
 BLOCK = 32
@@ -47,7 +47,7 @@ def _blocks(cluster: Cluster, name: str) -> dict[str, int]:
 
 def _pid(cluster: Cluster, name: str) -> int:
     with Client(cluster.zmq) as client:
-        return next(actor["pid"] for actor in client.status()["actors"] if actor["name"] == name)
+        return next((actor["pid"] for actor in client.status()["actors"] if actor["name"] == name), 0)
 
 
 def test_tokens_are_those_of_disaggregated_engines(
@@ -109,3 +109,33 @@ def test_kv_of_a_prefill_that_was_killed_is_used(stored: Cluster, make_ids: Make
     assert computed == 600 - later.usage.cached_tokens
     assert not [a for a in status["actors"] if a["role"] == "decode" and a["prompt_tokens_computed"]]
     settled(stored)
+
+
+def test_a_store_that_was_killed_is_filled_again_and_loses_no_memory(
+    stored: Cluster, make_ids: MakeIds, settled: Any, until: Any
+) -> None:
+    asks = _asks(make_ids, "lost", [300, 700, 1100, 1500, 50, 900], 60)
+
+    async def answer(client: AsyncClient, fields: dict[str, Any]) -> Any:
+        try:
+            return (await client.generate(**fields)).token_ids
+        except PDError as error:
+            return error.code
+
+    async def scenario() -> None:
+        async with AsyncClient(stored.zmq) as client, asyncio.timeout(120):
+            right = _tokens(await _answers(stored, asks))
+            for wait_s in (0.0, 0.01, 0.05):
+                pid = _pid(stored, "n0/migrator")
+                asking = [asyncio.create_task(answer(client, fields)) for fields in asks]
+                await asyncio.sleep(wait_s)
+                os.kill(pid, signal.SIGKILL)
+                got = await asyncio.gather(*asking)
+                assert all(tokens in (wanted, "worker_lost") for tokens, wanted in zip(got, right, strict=True)), got
+                await until(client, lambda _, pid=pid: _pid(stored, "n0/migrator") not in (pid, 0))
+            assert [await answer(client, fields) for fields in asks] == right
+
+    asyncio.run(scenario())
+    status = settled(stored)
+    assert sum(actor["kv_blocks"]["total"] for actor in status["actors"]) == 512
+    assert _blocks(stored, "n0/migrator")["cached"] >= 4500 // BLOCK
