@@ -30,7 +30,6 @@ def check_available(config: ClusterConfig) -> None:
         ConfigError: names the key.
     """
     unavailable = [
-        (config.has_store and config.kv.store != "arena", f"kv.store {config.kv.store}", "arena"),
         (config.kv.transport == "cuda_ipc", "kv.transport 'cuda_ipc'", "auto, lease or ucx"),
         (config.kv.prune != 1.0, f"kv.prune {config.kv.prune}", "1.0"),
         (config.security.curve, "security.curve true", "false"),
@@ -124,12 +123,14 @@ def check_memory(config: ClusterConfig, nodes: Sequence[NodeSection], shape: Mod
     """
     engines = sum(sum(node.engines(config.cluster.mode).values()) for node in nodes)
     weights = shape.weight_bytes_as(config.model.dtype)
-    needed = weights + engines * ENGINE_OVERHEAD_BYTES + len(nodes) * config.kv.memory_bytes
+    added = config.kv.store_bytes if config.mooncake else 0
+    needed = weights + engines * ENGINE_OVERHEAD_BYTES + len(nodes) * (config.kv.memory_bytes + added)
     if needed > available:
         raise ConfigError(
             f"kv.memory = {config.kv.memory!r}: {format_size(needed)} are needed ({format_size(weights)} "
             f"of weights, {engines} engines with {format_size(ENGINE_OVERHEAD_BYTES)} of working memory each, "
-            f"{len(nodes)} arenas of {format_size(config.kv.memory_bytes)}); "
+            f"{len(nodes)} arenas of {format_size(config.kv.memory_bytes)}"
+            f"{f', {format_size(added)} of each node for kv.store' if added else ''}); "
             f"{format_size(available)} are available"
         )
 

@@ -123,6 +123,13 @@ class EngineActor(Actor):
             self._known_to = host.incarnation
             self._is_known.set()
 
+    @property
+    def has_store(self) -> bool:
+        """Whether there is a store, and it is heard: what is told to one that is lost goes nowhere."""
+        if not self.spec.config.has_store:
+            return False
+        return any(m.name == self.migrator and m.incarnation == self._known_to for m in self.fleet.members)
+
     async def start(self) -> None:
         await self._is_known.wait()  # nothing that a predecessor said of our memory is heard from then on
         self.extents.take_over()
@@ -287,8 +294,7 @@ class EngineActor(Actor):
 
     def _leave(self, sequence: Sequence) -> None:
         """Let go of a sequence and everything that it holds; runs between steps, so nothing reads it any more."""
-        if self.spec.config.has_store:
-            publish(self, sequence)
+        publish(self, sequence)
         self.engine.remove(sequence)
         self.give_leases_back(sequence)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from pdactors.actors.actor import ROUTER
+from pdactors.actors.backing import Backing
 from pdactors.actors.extent_keeper import ExtentKeeper
 from pdactors.actors.lending import lend_cached
 from pdactors.errors import Overloaded
@@ -26,6 +28,9 @@ from pdactors.messages import (
 
 if TYPE_CHECKING:
     from pdactors.actors.migrator import Migrator
+
+
+FETCH_S = 0.8  # that a Pin waits for the store behind ours; the router waits a little longer
 
 
 class Holdings:
@@ -49,11 +54,29 @@ class Holdings:
             lambda message: actor.tell(spec.name, message),
         )
         self.num_reserved = 0  # blocks that are set aside for what is to come
+        self.backing = Backing(self.arena, self.pool, self.clock) if spec.config.mooncake else None
 
     @property
     def num_unreserved(self) -> int:
         """Blocks that are set aside for nobody."""
         return self.pool.num_available - self.num_reserved
+
+    async def start(self) -> None:
+        """Go on with what a predecessor had, and join the store behind ours.
+
+        Raises:
+            ConfigError: that cannot be had.
+        """
+        self.take_over()
+        if self.backing is not None:
+            config = self.spec.config
+            await self.backing.open(config.mooncake, self.spec.host, config.kv.store_bytes)
+            self.actor.spawn(self.backing.serve())
+
+    def close(self) -> None:
+        """Leave the store behind ours."""
+        if self.backing is not None:
+            self.backing.close()
 
     def take_over(self) -> None:
         """Go on with what a predecessor owned and lent; what its blocks hold is not known any more."""
@@ -77,8 +100,36 @@ class Holdings:
             self.actor.tell(ROUTER, CacheChanged(tuple(changes.added), tuple(changes.evicted)))
 
     def pin(self, message: Pin) -> None:
-        """Lend what is still cached of a prefix."""
+        """Lend what there is of a prefix."""
+        if self.backing is not None:
+            self.actor.spawn(self._fetch_and_lend(self.backing, message))
+        else:
+            self._lend(message)
+
+    def _lend(self, message: Pin) -> None:
         lend_cached(self.actor, self.pool, self.loans, lambda: self.num_unreserved, message)
+
+    async def _fetch_and_lend(self, backing: Backing, message: Pin) -> None:
+        fetching = self.actor.spawn(self._fetch(backing, message.digests))
+        done, _ = await asyncio.wait({fetching}, timeout=FETCH_S)
+        if not done:  # it goes on, and whatever it writes to is in use until it ends
+            backing.rest(f"nothing came in {FETCH_S} s")
+        self._lend(message)
+
+    async def _fetch(self, backing: Backing, digests: tuple[bytes, ...]) -> None:
+        """Get what the store behind ours has of a chain, as far as there is room."""
+        known = self.store.get(digests)
+        missing = digests[len(known) :]
+        count = await backing.contains(missing)
+        self.actor.claim(count - self.num_unreserved)
+        blocks = self.pool.allocate(max(0, min(count, self.num_unreserved)))
+        got = await backing.fetch(missing[: len(blocks)], blocks)
+        parent = digests[len(known) - 1] if known else None
+        for digest, block in zip(missing[:got], blocks[:got], strict=True):
+            self.pool.insert(digest, block, parent)
+            parent = digest
+        self.pool.free([*known, *blocks])
+        self.tell_cache()
 
     def evict(self, count: int) -> int:
         """Give up to `count` extents back whose contents nobody uses, and return how many."""
@@ -103,6 +154,8 @@ class Holdings:
         for block in message.blocks:
             self.arena.set_extent_owner(block, self.spec.slot)
         held = self.store.put(message.blocks, message.digests, message.part, message.parent)
+        if self.backing is not None:
+            self.backing.store(message.digests, held[: len(message.digests)])
         self.tell_cache()  # first: the hand-over makes the router look for it
         if done is not None:
             before = [block for segment in done.handle.segments for block in segment.blocks]

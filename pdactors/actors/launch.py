@@ -28,7 +28,7 @@ from pdactors.config.memory import available_bytes
 from pdactors.engine.shape import ModelShape, model_fingerprint
 from pdactors.errors import ConfigError
 from pdactors.kv.arena import Arena
-from pdactors.transport import transport_for
+from pdactors.transport import mooncake, transport_for
 
 
 def launch(
@@ -53,6 +53,8 @@ def launch(
     """
     blueprint.check_available(config)
     config.security.client_token()  # it can be read
+    if config.mooncake:
+        mooncake.check_available(config.mooncake)
     hosts = {node.name: ip for node in config.node if (ip := local_ip(node.host)) is not None}
     nodes = blueprint.nodes_here(config, hosts, node)
     shape = ModelShape.read(folder)

@@ -99,7 +99,7 @@ class Migrator(Actor):
 
     async def start(self) -> None:
         if self.holdings is not None:
-            self.holdings.take_over()
+            await self.holdings.start()
             self.every(SWEEP_S, self.holdings.tick)
             self.every(self.spec.config.kv.lease_s / 4, self._renew)
         if self.mover is not None:
@@ -110,6 +110,8 @@ class Migrator(Actor):
     async def close(self) -> None:
         if self.mover is not None:
             self.mover.close()
+        if self.holdings is not None:
+            self.holdings.close()
 
     def wants(self, member: Member) -> bool:
         """Of two migrators the one whose name comes first connects to the other."""
@@ -196,6 +198,14 @@ class Migrator(Actor):
             for other, spare in extents.recall(self._demand[slot], slot, others, self._minimum).items():
                 if other in self._names:
                     self.tell(self._names[other], RecallExtents(spare))
+
+    def claim(self, count: int) -> None:
+        """Let the store have up to `count` free extents that nobody is sure of."""
+        assert self.holdings is not None
+        free = self.arena.free_extents()
+        for extent in free[: extents.grant(count, self.spec.slot, self._owned(), len(free), self._minimum)]:
+            self.arena.set_extent_owner(extent, self.spec.slot)
+            self.holdings.pool.add_extent(self.arena.blocks_of_extent(extent))
 
     def _owned(self) -> Counter[int]:
         """Return how many extents each has who is sure of some: engines, of the plan or joined since, and the mover."""

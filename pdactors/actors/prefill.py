@@ -29,7 +29,7 @@ class PrefillActor(EngineActor):
         The lease stands in the arena before the message that names it is sent.
         """
         sequence = outcome.sequence
-        if not (self.spec.config.has_store and publish(self, sequence, self._done(outcome))):
+        if not publish(self, sequence, self._done(outcome)):
             try:
                 lease = self.loans.lend(sequence.key, sequence.own_blocks, self.clock())
             except Overloaded as error:

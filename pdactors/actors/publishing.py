@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 def publish(actor: EngineActor, sequence: Sequence, done: Prefilled | None = None) -> bool:
     """Give the store what can be found of the sequence's own blocks, and with `done` all of them; between two steps.
 
-    False: the store cannot be reached, and everything is as it was.
+    False: there is no store, or it cannot be reached, and everything is as it was.
     """
+    if not actor.has_store:
+        return False
     own = sequence.own_blocks
     start = len(sequence.blocks) - len(own)  # what is borrowed comes first
     digests = sequence.digests[start : sequence.num_indexed]

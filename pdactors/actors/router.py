@@ -88,6 +88,7 @@ class Router(Actor):
                 overlaps=config.kv.overlap and not config.has_store,
                 data_transport=config.data_transport if config.moves_kv else "",
                 has_store=config.has_store,
+                has_backing=bool(config.mooncake),
                 layout=spec.layout.fingerprint,
             )
         )
@@ -182,6 +183,7 @@ class Router(Actor):
         del self.members[member.name]
         self.liveness.forget(member.name)
         self.dismiss(member.name)
+        self.beat()  # first: whoever is told to do something in its stead knows that it is gone
         self._perform(self.dispatcher.lost(member.name, self.clock()))
 
     def _lose_node(self, node: str, reason: str) -> None:

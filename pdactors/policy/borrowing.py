@@ -76,7 +76,8 @@ class Borrowing:
 
     def _ask_here(self, request: Request, now: float) -> list[Order]:
         request.pull = ()
-        shares, request.prefix_tokens = self._fleet.shares(request.keys, request.prefill)
+        find = self._fleet.whole if self._limits.has_backing else self._fleet.shares
+        shares, request.prefix_tokens = find(request.keys, request.prefill)
         return self._ask(request, shares, now) if shares else self._start(request)
 
     def _ask(self, request: Request, shares: list[Share], now: float) -> list[Order]:

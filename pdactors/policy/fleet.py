@@ -95,6 +95,14 @@ class FleetState:
         num_tokens = self._num_known(keys, {reader, *neighbours})
         return self.index.shares(keys.chain(num_tokens), reader, neighbours), num_tokens
 
+    def whole(self, keys: PrefixKeys, reader: str) -> tuple[list[Share], int]:
+        """Return what `shares` does, where the store of the node may find more of a prompt than is known here."""
+        shares, num_tokens = self.shares(keys, reader)
+        store, num_full = self.store_of(reader), len(keys.digests) * keys.block_tokens
+        if num_tokens >= num_full or not self.knows(store):
+            return shares, num_tokens
+        return [Share(store, 0, keys.digests)], num_full
+
     def pull(self, keys: PrefixKeys, reader: str) -> Pull | None:
         """Return what another node has of a prompt, if that is a block more at least than an engine's own node has."""
         here = self.engines[reader].place.node
