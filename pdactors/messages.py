@@ -16,6 +16,7 @@ from pdactors.errors import BadRequest
 from pdactors.token_ids import TokenIds, from_wire, to_wire
 
 PROTOCOL_VERSION = 1
+MAX_REASON = 400  # characters of an error about what came
 
 Role = Literal["router", "gateway", "migrator", "prefill", "decode", "worker", "supervisor"]
 State = Literal["starting", "ready", "draining", "stopping", "lost"]
@@ -168,13 +169,12 @@ class TopLogprob(Struct, frozen=True, array_like=True):
 
 
 class PrefillPart(Struct, frozen=True, omit_defaults=True):
-    """What the prefill did for a request; travels with its first token.
-
-    Times are CLOCK_MONOTONIC seconds of the engine's machine; elsewhere only their differences mean something.
-    """
+    """What the prefill did for a request; travels with its first token."""
 
     cached_tokens: int
-    received_s: float
+    received_s: (
+        float  # these are CLOCK_MONOTONIC of the engine's machine; elsewhere only their differences mean something
+    )
     begin_s: float
     end_s: float
 
@@ -692,6 +692,9 @@ def decode(decoder: msgspec.msgpack.Decoder[T], frames: Sequence[bytes | memoryv
 
 def explain(error: Exception) -> str:
     """Put a msgspec error with the field first: `max_tokens: expected `int` >= 1`."""
-    what, _, place = str(error).partition(" - at `$")
+    text = str(error)
+    if len(text) > MAX_REASON:  # it quotes what came
+        text = f"{text[:MAX_REASON]}…"
+    what, _, place = text.partition(" - at `$")
     place = place.rstrip("`").lstrip(".").removeprefix("body.")
     return f"{place}: {what[:1].lower()}{what[1:]}" if place else f"malformed message: {what}"

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "pdactors"
 ORDER = (
     "errors version config token_ids messages client_messages openai_messages transport kernels kv policy engine text "
-    "observe actors client sim bench cli"
+    "observe actors client bench sim cli"
 ).split()
 HOMES = {  # foreign library -> the only modules and packages that may import it
     "tokenizers": ("text/",),

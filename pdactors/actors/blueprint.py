@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdactors.actors.spec import ActorSpec, Descriptors, ModelSpec
 from pdactors.config.address import Address, is_loopback, parse_address
 from pdactors.config.cluster import ClusterConfig, NodeSection
+from pdactors.config.keys import CurveKeys
 from pdactors.config.memory import format_size
 from pdactors.engine.shape import ModelShape
 from pdactors.errors import ConfigError, PDError
@@ -32,7 +33,6 @@ def check_available(config: ClusterConfig) -> None:
     unavailable = [
         (config.kv.transport == "cuda_ipc", "kv.transport 'cuda_ipc'", "auto, lease or ucx"),
         (config.kv.prune != 1.0, f"kv.prune {config.kv.prune}", "1.0"),
-        (config.security.curve, "security.curve true", "false"),
         (config.router.local_prefill_tokens > 0, "router.local_prefill_tokens above 0", "0"),
         (any(node.device != "cpu" for node in config.node), "a node.device other than cpu", "cpu"),
     ]
@@ -203,9 +203,10 @@ class Run:
     model: ModelSpec
     layout: KVLayout
     control: str
-    join_token: str
+    join_token: str = field(repr=False)
     supervisor_pid: int
     hosts: Mapping[str, str]  # IP address of each node that is on this machine
+    keys: CurveKeys | None = None
 
     def engines(self, node: NodeSection) -> list[tuple[str, Role, int]]:
         """Return name, role and threads of a node's engines."""
@@ -250,6 +251,7 @@ def plan_actors(run: Run, node: NodeSection, fds: Descriptors) -> list[ActorSpec
             layout=run.layout,
             control=run.control,
             join_token=run.join_token,
+            keys=run.keys,
             host=run.hosts[node.name],
             fds=own,
             num_engines=len(engines),

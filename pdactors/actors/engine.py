@@ -302,6 +302,8 @@ class EngineActor(Actor):
         def release() -> None:
             sequence = self.engine.find(message.request, message.attempt)
             if sequence is not None:
+                if sequence.num_announced:  # an Announce may have come after the router's own Release
+                    self.tell(self.migrator, message)
                 self._leave(sequence)
             self.released(message.request, message.attempt)
             self._sweep()

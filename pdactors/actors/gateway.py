@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from pdactors.observe.metrics import Metrics
 
 LONG_TEXT = 20_000  # characters that are tokenised aside, so that the loop goes on
+MAX_TEXT_ASIDE = 32 << 20  # characters that wait to be tokenised aside
 ROUTER_GRACE_S = 5.0  # what the router gets beyond a request's own limit to say that it is over
 ASK_TIMEOUT_S = 15.0  # more than a fork of an engine takes
 LOOK_AGAIN_S = 0.5  # after a first finding, which may just be on its way back
@@ -71,6 +72,7 @@ class Gateway(Actor):
         self.answers: dict[str, Answer] = {}
         self.token = spec.config.security.client_token()
         self.tokenizer: Tokenizer | None = None
+        self._text_aside = 0
         self._questions: dict[int, asyncio.Future[Surveyed | Answered]] = {}
         self._num_questions = 0
         self._router_incarnation = 0
@@ -169,7 +171,11 @@ class Gateway(Actor):
             self._fail(answer, Overloaded("the cluster is shutting down", retry_after_s=5.0))
             return answer.request
         if len(body.prompt or "") > LONG_TEXT or body.messages:
-            self.spawn(self._submit_aside(answer))
+            if self._text_aside > MAX_TEXT_ASIDE:
+                self._fail(answer, Overloaded("too many prompts wait to be tokenised", retry_after_s=1.0))
+            else:
+                self._text_aside += body.num_characters
+                self.spawn(self._submit_aside(answer))
         else:
             self._forward(answer, lambda: self._tokenise(body))
         return answer.request
@@ -243,6 +249,8 @@ class Gateway(Actor):
             self.log.exception("tokenising failed", request=answer.request)
             self._fail(answer, PDError(f"tokenising failed: {error}"))
             return
+        finally:
+            self._text_aside -= answer.body.num_characters
         if answer.request in self.answers:  # it may have been cancelled meanwhile
             self._forward(answer, lambda: prompt)
 

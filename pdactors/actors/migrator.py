@@ -75,7 +75,7 @@ class Migrator(Actor):
     def _accept_holdings(self, holdings: Holdings) -> None:
         self.accept(Extents, lambda _, message: self._add_extents(holdings, message), "migrator")
         self.accept(Pin, lambda _, message: holdings.pin(message), "router")
-        self.accept(Release, lambda _, message: self._on_release(holdings, message), "router")
+        self.accept(Release, lambda _, message: self._on_release(holdings, message), "router", "prefill")
         if self.spec.config.has_store:
             self.accept(Publish, lambda sender, message: self._on_publish(holdings, sender, message), *ENGINES)
 

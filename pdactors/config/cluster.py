@@ -154,9 +154,12 @@ class SecuritySection(Section, frozen=True):
     token: Annotated[str, Meta(description="bearer token of clients (TCP, HTTP, ZeroMQ)")] = ""
     token_file: Annotated[str, Meta(description="a file that holds the token, instead of token")] = ""
     join_token: Annotated[
-        str, Meta(description="shared secret of the actors; needed as soon as a node is not on loopback")
+        str, Meta(description="shared secret of the actors; this or curve is needed once a node is not on loopback")
     ] = ""
-    curve: Annotated[bool, Meta(description="CURVE on every ZeroMQ socket")] = False
+    join_token_file: Annotated[str, Meta(description="a file that holds it, instead of join_token")] = ""
+    curve: Annotated[
+        bool, Meta(description="CURVE on every ZeroMQ socket: encrypted, and for known keys only (`pdactors keys`)")
+    ] = False
     key_dir: Annotated[str, Meta(description='folder of the CURVE keys; "" is keys in $PDACTORS_HOME')] = ""
 
     def __repr__(self) -> str:
@@ -175,26 +178,41 @@ class SecuritySection(Section, frozen=True):
         """Say whether clients must show a token."""
         return bool(self.token or self.token_file)
 
+    @property
+    def knows_actors(self) -> bool:
+        """Say whether the actors that join prove that they belong to the cluster."""
+        return bool(self.join_token or self.join_token_file or self.curve)
+
     def client_token(self) -> str:
         """The token, read from `token_file` if that is set; "" for none. Raises ConfigError that names the file."""
-        if not self.token_file:
-            return self.token
-        try:
-            token = Path(self.token_file).expanduser().read_text().strip()
-        except (OSError, UnicodeDecodeError, RuntimeError) as error:
-            raise ConfigError(f'security.token_file = "{self.token_file}" cannot be read: {error}') from error
-        if not is_token(token):
-            raise ConfigError(f'security.token_file = "{self.token_file}" must hold one {PRINTABLE}')
-        return token
+        return _read_token("security.token_file", self.token_file) if self.token_file else self.token
+
+    def actor_token(self) -> str:
+        """The join token, read from `join_token_file` if that is set; "" for none. Raises ConfigError."""
+        return (
+            _read_token("security.join_token_file", self.join_token_file) if self.join_token_file else self.join_token
+        )
 
 
 SECRETS = frozenset({"token", "join_token"})  # keys of [security] whose values are never shown
+MAX_TOKEN_FILE = 4096  # characters
 PRINTABLE = "word of printable ASCII characters"  # so that it fits an HTTP header
 
 
 def is_token(text: str) -> bool:
     """Say whether `text` can be a client's token."""
     return bool(text) and all("!" <= char <= "~" for char in text)
+
+
+def _read_token(key: str, file: str) -> str:
+    try:
+        with Path(file).expanduser().open() as opened:
+            token = opened.read(MAX_TOKEN_FILE).strip()
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:
+        raise ConfigError(f'{key} = "{file}" cannot be read: {error}') from error
+    if not is_token(token):
+        raise ConfigError(f'{key} = "{file}" must hold one {PRINTABLE}')
+    return token
 
 
 class NodeSection(Section, frozen=True):

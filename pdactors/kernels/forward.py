@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from pdactors.kernels import attention, cpu
 from pdactors.kernels.attention import attend
-from pdactors.kernels.pack import COLUMNS, ROWS
-from pdactors.kernels.product import multiply, multiply_gated
+from pdactors.kernels.product import BLOCK_FLOATS, multiply, multiply_gated
 from pdactors.kernels.rows import embed, normalise, prepare
 from pdactors.kernels.simd import LANES
 from pdactors.kernels.threads import cycles, meet, share
@@ -40,8 +39,8 @@ NUM_CLOCKS = 2
 
 
 def scratch_floats(head_dim: int) -> int:
-    """Return how many float32 one thread needs: what attention does, or a block of a product's results."""
-    return max(attention.scratch_floats(head_dim), 2 * ROWS * COLUMNS)
+    """Return how many float32 one thread needs: what attention does, or two blocks of a product's results."""
+    return max(attention.scratch_floats(head_dim), 2 * BLOCK_FLOATS)
 
 
 class Model(NamedTuple):

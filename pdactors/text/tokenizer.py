@@ -159,7 +159,8 @@ def _check_message(message: Any, where: str) -> dict[str, str]:
         raise BadRequest(f"{where} must be an object, not {type(message).__name__}")
     role = message.get("role")
     if role not in ROLES:
-        raise BadRequest(f"{where}.role must be one of {', '.join(ROLES)}, not {role!r}")
+        found = f"{role[:60]!r}" if isinstance(role, str) else type(role).__name__
+        raise BadRequest(f"{where}.role must be one of {', '.join(ROLES)}, not {found}")
     checked = {"role": str(role)}
     for key in ("content", "name"):
         value = message.get(key)
@@ -169,7 +170,7 @@ def _check_message(message: Any, where: str) -> dict[str, str]:
             raise BadRequest(f"{where}.{key} must be a string, not {type(value).__name__}")
     for key, value in message.items():
         if value is not None and key not in ("role", "content", "name"):
-            raise BadRequest(f"{where}.{key} is not supported; a message has role, content and name")
+            raise BadRequest(f"{where}.{key:.60} is not supported; a message has role, content and name")
     return checked
 
 

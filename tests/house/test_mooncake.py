@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 from test_migration import LOST_S, MakeIds, Settings, Wait, cluster_file, is_clean
 
-from pdactors import Client, Cluster, ConfigError, launch
-from pdactors.bench.free_ports import free_ports
+from pdactors import Client, Cluster, PDError, launch
 
 pytestmark = pytest.mark.slow
 
@@ -29,16 +28,27 @@ def _why_not() -> str:
     return "" if done.returncode == 0 else done.stderr.splitlines()[-1]
 
 
+def _free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 @pytest.fixture
 def master(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """A Mooncake master of its own: its address, and its process."""
     if why := _why_not():
         pytest.skip(why)
-    (port, metrics) = free_ports(2)
-    command = [Path(sys.executable).parent / "mooncake_master", f"--rpc_port={port}", f"--metrics_port={metrics}"]
+    port = _free_port()
+    command = [Path(sys.executable).parent / "mooncake_master", f"--rpc_port={port}", f"--metrics_port={_free_port()}"]
     with (tmp_path / "master.log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         deadline = time.monotonic() + 20
-        while socket.socket().connect_ex(("127.0.0.1", port)):
+        while not _answers(port):
             assert time.monotonic() < deadline, (tmp_path / "master.log").read_text()
             time.sleep(0.05)
         yield f"127.0.0.1:{port}", process
@@ -81,10 +91,10 @@ def test_kv_comes_back_from_the_store_and_its_loss_costs_only_time(
 def test_a_master_that_is_not_there_is_an_error_at_start(apart: Any) -> None:
     if why := _why_not():
         pytest.skip(why)
-    (port,) = free_ports(1)
+    port = _free_port()
     began = time.monotonic()
     with (
-        pytest.raises(ConfigError, match=f"mooncake://127.0.0.1:{port}: no master answers there"),
+        pytest.raises(PDError, match=f"mooncake://127.0.0.1:{port}: no master answers there"),
         apart(f"127.0.0.1:{port}"),
     ):
         pass
