@@ -55,7 +55,7 @@ class DecodeActor(EngineActor):
             tokens=[message.first_token],
             num_pruned=handle.num_pruned,
             received_s=self.clock(),
-            sent_s=message.sent_s if message.path == "lease" else self.clock() - message.waited_s,
+            sent_s=message.sent_s if message.path in ("lease", "store") else self.clock() - message.waited_s,
         )
         self.trail.note(message.request, "received", sequence.received_s, None, message.attempt, path=message.path)
         try:

@@ -16,9 +16,11 @@ from pdactors.actors.actor import GATEWAY, ROUTER, Actor
 from pdactors.actors.extent_keeper import ExtentKeeper
 from pdactors.actors.lending import lend_cached
 from pdactors.actors.process import pin
+from pdactors.actors.publishing import publish
 from pdactors.actors.spec import ActorSpec
+from pdactors.engine.limits import EngineLimits
 from pdactors.engine.model import PagedModel
-from pdactors.engine.runner import Engine, EngineLimits
+from pdactors.engine.runner import Engine
 from pdactors.engine.sequence import Sequence
 from pdactors.engine.step import Outcome
 from pdactors.engine.step_log import StepLog
@@ -82,6 +84,7 @@ class EngineActor(Actor):
             eos_ids=frozenset(spec.model.eos_ids),
             prefix_key=cache_key(spec.model.fingerprint, layout.fingerprint),
             prompts_first=config.cluster.mode == "colocated",
+            caches=not config.has_store,
         )
         self.engine = Engine(model, self.arena, self.pool, limits)
         self.steps = StepLog(
@@ -91,6 +94,8 @@ class EngineActor(Actor):
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = asyncio.Event()
         self._stalled_since: float | None = None
+        self._known_to: int | None = None  # the migrator's incarnation
+        self._is_known = asyncio.Event()
         self.accept(Release, self._on_release, "router", "gateway")
         self.accept(Pin, self._on_pin, "router")
         self.accept(CopyOut, self._on_copy_out, "router")
@@ -130,7 +135,22 @@ class EngineActor(Actor):
     def wants(self, member: Member) -> bool:
         return member.role == "gateway" or member.name == self.migrator
 
+    def welcomed(self, host: Member) -> None:
+        if host.name == self.migrator and host.incarnation != self._known_to:
+            if self._known_to is not None:
+                self.extents.reconcile()
+            self._known_to = host.incarnation
+            self._is_known.set()
+
+    @property
+    def has_store(self) -> bool:
+        """Whether there is a store, and it is heard: what is told to one that is lost goes nowhere."""
+        if not self.spec.config.has_store:
+            return False
+        return any(m.name == self.migrator and m.incarnation == self._known_to for m in self.fleet.members)
+
     async def start(self) -> None:
+        await self._is_known.wait()  # nothing that a predecessor said of our memory is heard from then on
         self.extents.take_over()
         ended = self.loans.take_over()
         if ended or self.pool.extents:
@@ -297,6 +317,7 @@ class EngineActor(Actor):
 
     def _leave(self, sequence: Sequence) -> None:
         """Let go of a sequence and everything that it holds; runs between steps, so nothing reads it any more."""
+        publish(self, sequence)
         self.engine.remove(sequence)
         self.give_leases_back(sequence)
         self.trail.note(sequence.request, "left", self.clock(), None, sequence.attempt)

@@ -29,7 +29,7 @@ from pdactors.config.memory import available_bytes
 from pdactors.engine.shape import ModelShape, model_fingerprint
 from pdactors.errors import ConfigError
 from pdactors.kv.arena import Arena
-from pdactors.transport import transport_for
+from pdactors.transport import mooncake, transport_for
 
 KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}  # seconds; peers that vanished
 
@@ -56,6 +56,8 @@ def launch(
     """
     blueprint.check_available(config)
     config.security.client_token()  # it can be read
+    if config.mooncake:
+        mooncake.check_available(config.mooncake)
     hosts = {node.name: ip for node in config.node if (ip := local_ip(node.host)) is not None}
     nodes = blueprint.nodes_here(config, hosts, node)
     shape = ModelShape.read(folder)

@@ -118,7 +118,8 @@ class Outbound:
             self._unreachable[key] = message, self._mover.clock() + REACH_S
             return None
         if leaving is None:
-            leaving = self._begin(message, handle.num_tokens, handle.num_pruned, message.time_left_s)
+            codec: Codec | None = None if handle.owner else "none"  # what others are to read has to be exact
+            leaving = self._begin(message, handle.num_tokens, handle.num_pruned, message.time_left_s, codec)
         if message.time_left_s is not None:
             self.queue.set_deadline(key, self._mover.clock() + message.time_left_s)
         try:
@@ -131,10 +132,15 @@ class Outbound:
         return self._extend(leaving)
 
     def _begin(
-        self, message: Announce | Migrate, num_tokens: int, num_pruned: int = 0, left_s: float | None = None
+        self,
+        message: Announce | Migrate,
+        num_tokens: int,
+        num_pruned: int = 0,
+        left_s: float | None = None,
+        codec: Codec | None = None,
     ) -> Leaving:
         mover, target, key = self._mover, message.target, (message.request, message.attempt)
-        codec = mover.codec_for(target, num_tokens, left_s)
+        codec = codec or mover.codec_for(target, num_tokens, left_s)
         leaving = Leaving(key, target, num_tokens, {}, [], [], codec, mover.clock(), num_pruned)
         self._leaving[key] = leaving
         self.queue.add(key, target, message.priority, None)
@@ -150,7 +156,7 @@ class Outbound:
             Refused: a block that is named is not what the lease names, or lies nowhere.
         """
         for segment in segments:
-            if segment.owner != owner:
+            if owner and segment.owner != owner:
                 leaving.watched.append(segment.lease)
                 named = self._mover.loans.named(segment.lease)
             elif segment.lease in leaving.borrowed:

@@ -68,7 +68,7 @@ class ActorSpec(Struct, frozen=True):
 
     @property
     def num_owners(self) -> int:
-        """Who shares the arena's extents: the engines, and the migrator if KV is moved here."""
+        """Who is sure of a share of the arena: the engines, and the migrator if KV is moved here."""
         return self.num_engines + self.config.moves_kv
 
     def member(self, pid: int, address: str = "") -> Member:

@@ -73,6 +73,12 @@ def _sizes(cfg: ClusterConfig) -> Iterator[Problem]:
             yield _problem("kv.memory", cfg.kv.memory, f"must be at least {format_size(MIN_MEMORY_BYTES)}")
     except ConfigError as error:
         yield Problem(("kv.memory",), str(error))
+    try:
+        if cfg.kv.store_bytes < MIN_MEMORY_BYTES:
+            least = f"must be at least {format_size(MIN_MEMORY_BYTES)}"
+            yield _problem("kv.store_memory", cfg.kv.store_memory, least)
+    except ConfigError as error:
+        yield Problem(("kv.store_memory",), str(error))
 
 
 def _store(cfg: ClusterConfig) -> Iterator[Problem]:

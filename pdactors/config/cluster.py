@@ -103,14 +103,26 @@ class KVSection(Section, frozen=True):
         Meta(ge=0, le=2**31, description="debugging: spoil a byte of every n-th transfer, to see it caught; 0: none"),
     ] = 0
     store: Annotated[str, Meta(description="of kvstore mode: arena, or mooncake://HOST:PORT")] = "arena"
+    store_memory: Annotated[str | int, Meta(description="that each node adds to a Mooncake Store, besides memory")] = (
+        "1GiB"
+    )
 
     @property
     def memory_bytes(self) -> int:
         """`memory` as a number; raises ConfigError that names the key."""
-        try:
-            return parse_size(self.memory)
-        except ConfigError as error:
-            raise ConfigError(f"kv.memory: {error}") from None
+        return _size("kv.memory", self.memory)
+
+    @property
+    def store_bytes(self) -> int:
+        """`store_memory` as a number; raises ConfigError that names the key."""
+        return _size("kv.store_memory", self.store_memory)
+
+
+def _size(key: str, text: str | int) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
 
 
 class RouterSection(Section, frozen=True):
@@ -277,6 +289,21 @@ class ClusterConfig(Section, frozen=True):
     def prunes(self) -> bool:
         """Say whether prompts leave tokens out when their KV moves."""
         return self.moves_kv and self.kv.prune < 1
+
+    @property
+    def has_store(self) -> bool:
+        """Say whether engines publish KV to a store, which each node's migrator keeps."""
+        return self.cluster.mode == "kvstore"
+
+    @property
+    def mooncake(self) -> str:
+        """Return the address of the Mooncake Store behind the nodes' own stores, "" without one."""
+        return self.kv.store.removeprefix("mooncake://") if self.has_store and self.kv.store != "arena" else ""
+
+    @property
+    def migrators_own(self) -> bool:
+        """Say whether a node's migrator has KV blocks of its own."""
+        return self.moves_kv or self.has_store
 
     @property
     def data_transport(self) -> str:

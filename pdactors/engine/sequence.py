@@ -103,13 +103,14 @@ class Sequence:
             return self.tokens[start - split : stop - split]
         return [*self.prompt[start:], *self.tokens[: stop - split]]
 
-    def table_segments(self, owner: str, lease: Lease) -> tuple[Segment, ...]:
-        """Describe the table, run by run: our own blocks, lent by `owner` under `lease`, and what is borrowed."""
-        lenders = {block: (s.owner, s.lease) for s in self.segments for block in s.blocks}
+    def table_segments(self, owner: str, lease: Lease | None) -> tuple[Segment, ...]:
+        """Describe the table, run by run: our own blocks, if `owner` lends them under `lease`, and what is borrowed."""
+        lenders: dict[int, tuple[str, Lease | None]] = {b: (s.owner, s.lease) for s in self.segments for b in s.blocks}
         found = []
         for (name, under), run in groupby(
             enumerate(self.blocks), key=lambda item: lenders[item[1]] if item[1] in self.borrowed else (owner, lease)
         ):
             indices, blocks = zip(*run, strict=True)
-            found.append(Segment(name, under, indices[0], blocks))
+            if under is not None:
+                found.append(Segment(name, under, indices[0], blocks))
         return tuple(found)

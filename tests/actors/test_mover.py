@@ -369,7 +369,7 @@ async def test_kv_of_another_layout_is_refused_with_both_values(world_of):
         ({"num_tokens": MAX_TOKENS + 1}, "321 tokens and 0 left out; model.max_model_len is 320"),
         ({"num_pruned": MAX_TOKENS - 8}, "9 tokens and 312 left out; model.max_model_len is 320"),
         ({"num_pruned": 1, "digests": (b"x",)}, "1 tokens are left out, so no digest says what a block holds"),
-        ({"digests": (b"x",) * 2}, "2 digests of 2 blocks"),
+        ({"digests": (b"x",) * 3}, "3 digests of 2 blocks"),
     ],
 )
 async def test_an_offer_that_cannot_be_right_is_refused(world_of, until, changes, reason):

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from pdactors.engine.batch import StepBatch
-from pdactors.engine.runner import Engine, EngineLimits
+from pdactors.engine.limits import EngineLimits
+from pdactors.engine.runner import Engine
 from pdactors.engine.sequence import Sequence
 from pdactors.engine.step import Outcome, Step
 from pdactors.kv.arena import Arena

@@ -193,6 +193,29 @@ def test_pruned_and_compressed_kv_is_let_go_where_room_is_short_and_clients_leav
         assert moved(client)["pruned"] > 0
 
 
+# ---- In a store --------
+
+
+@pytest.mark.slow
+def test_in_mode_kvstore_a_conversation_finds_what_was_decoded_on_the_other_node(
+    apart: Any, cluster: Cluster, make_ids: MakeIds, wait: Wait
+) -> None:
+    with apart(**{"cluster.mode": "kvstore"}) as both, Client(both.zmq) as client, Client(cluster.zmq) as one:
+        ids, num_before = make_ids("turn 0", 210), 0
+        for turn in range(1, 5):
+            fields = {"prompt_token_ids": ids, "max_tokens": 60, "ignore_eos": True}
+            answer = client.generate(**fields)
+            assert answer.token_ids == one.generate(**fields).token_ids
+            assert answer.path == "ucx"
+            assert answer.usage.cached_tokens >= 0.9 * num_before
+            wait(lambda: is_clean(client), LOST_S, lambda: f"{client.status()} {client.leaks()}")
+            num_before = len(ids) + 60
+            ids = [*ids, *answer.token_ids, *make_ids(f"turn {turn}", 210)]
+        asks = asked(make_ids, "kvstore", 8, 33)
+        assert answers(both.zmq, asks) == answers(cluster.zmq, asks)
+        wait(lambda: is_clean(client), LOST_S, lambda: f"{client.status()} {client.leaks()}")
+
+
 # ---- Machines of their own, and a slow wire --------
 
 
