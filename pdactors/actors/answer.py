@@ -25,6 +25,7 @@ from pdactors.text.tokenizer import Tokenizer
 from pdactors.token_ids import TokenIds
 
 Sink = Callable[[AnyEvent], None]
+NO_MOVE = DecodePart("none", 0.0, 0.0)  # of an answer that no other engine went on with
 
 
 @dataclass
@@ -84,15 +85,30 @@ class Answer:
         return len(self.token_ids)
 
     @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.ask.prompt) if self.ask is not None else 0
+
+    @property
     def prompt_use(self) -> tuple[int, int]:
         """The prompt's tokens, and how many of them were cached."""
-        return len(self.ask.prompt) if self.ask else 0, self.prefill.cached_tokens if self.prefill else 0
+        return self.num_prompt_tokens, self.prefill.cached_tokens if self.prefill else 0
 
     def done(self, finish: FinishReason, now: float) -> DoneEvent:
         """Describe the end."""
         prompt, cached = self.prompt_use
-        how = (self.decode.path, self.decode.path_reason, self.decode.codec) if self.decode else ("none",)
-        return DoneEvent(self.id, finish, Usage(prompt, self.num_tokens, cached), self._timing(now), *how)
+        how = self.decode or NO_MOVE
+        usage = Usage(prompt, self.num_tokens, cached)
+        return DoneEvent(
+            self.id,
+            finish,
+            usage,
+            self._timing(now),
+            how.path,
+            how.path_reason,
+            how.codec,
+            how.num_pruned,
+            self.request,
+        )
 
     def _emit(self, token: Token, tokenizer: Tokenizer, now: float) -> None:
         assert self._text is not None

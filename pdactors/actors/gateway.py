@@ -18,7 +18,9 @@ from pdactors.actors.actor import ROUTER, Actor
 from pdactors.actors.answer import Answer, Sink
 from pdactors.actors.client_server import ClientServer
 from pdactors.actors.line_server import LineServer
+from pdactors.actors.prompt import tokenise
 from pdactors.actors.spec import ActorSpec
+from pdactors.actors.tracing import Tracer
 from pdactors.client_messages import ErrorEvent, RequestBody, RequestId
 from pdactors.errors import (
     BadRequest,
@@ -53,17 +55,19 @@ from pdactors.messages import (
 from pdactors.policy.retries import MAX_ATTEMPTS
 from pdactors.text.tokenizer import Tokenizer
 from pdactors.token_ids import TokenIds
-from pdactors.transport import Transport
+from pdactors.transport import Transport, transport_for
 
 if TYPE_CHECKING:
     from pdactors.actors.http.server import HttpServer
     from pdactors.observe.metrics import Metrics
 
 LONG_TEXT = 20_000  # characters that are tokenised aside, so that the loop goes on
+MAX_TEXT_ASIDE = 32 << 20  # characters that wait to be tokenised aside
 ROUTER_GONE_S = 4.0  # more than its restart takes; what stands still is ended then
 ROUTER_GRACE_S = 5.0  # what the router gets beyond a request's own limit to say that it is over
 ASK_TIMEOUT_S = 15.0  # more than a fork of an engine takes
 SWEEP_S = 0.5
+NUM_RECENT = 20  # requests that are listed
 LOOK_AGAIN_S = 0.5  # after a first finding, which may just be on its way back
 
 
@@ -73,13 +77,16 @@ class Gateway(Actor):
     def __init__(self, spec: ActorSpec, transport: Transport) -> None:
         super().__init__(spec, transport)
         self.answers: dict[str, Answer] = {}
+        self.tracer = Tracer(self)
         self.token = spec.config.security.client_token()
         self.tokenizer: Tokenizer | None = None
+        self._text_aside = 0
         self._questions: dict[int, asyncio.Future[Surveyed | Answered]] = {}
         self._num_questions = 0
         self._news_s = 0.0  # when the router was last heard
         self._lines = LineServer(self)
-        self._clients = ClientServer(self, transport)
+        # Not `transport`: what strangers send must not keep its thread from the cluster's own messages.
+        self._clients = ClientServer(self, transport_for("tcp://", spec.keys))
         self._http: HttpServer | None = None
         self.metrics: Metrics | None = None  # nobody could read them without HTTP
         self.accept(Tokens, self._on_tokens, "prefill", "decode", "worker")
@@ -112,10 +119,10 @@ class Gateway(Actor):
     async def close(self) -> None:
         for answer in list(self.answers.values()):
             self._fail(answer, Overloaded("the cluster is shutting down", retry_after_s=5.0))
-        self._clients.close()
         await self._lines.close()
         if self._http is not None:
             await self._http.close()
+        self._clients.close()
 
     def router_changed(self) -> None:
         """Ask the new router for what is left of every answer; engines let go of what the lost one had them do."""
@@ -170,11 +177,16 @@ class Gateway(Actor):
         """Take a request; its events, an `error` or a `done` at last, go to `sink`. Returns the key for `cancel`."""
         answer = Answer(secrets.token_hex(8), id, body, sink, self.clock())
         self.answers[answer.request] = answer
+        self.tracer.received(answer)
         if self.fleet.is_draining:
             self._fail(answer, Overloaded("the cluster is shutting down", retry_after_s=5.0))
             return answer.request
         if len(body.prompt or "") > LONG_TEXT or body.messages:
-            self.spawn(self._submit_aside(answer))
+            if self._text_aside > MAX_TEXT_ASIDE:
+                self._fail(answer, Overloaded("too many prompts wait to be tokenised", retry_after_s=1.0))
+            else:
+                self._text_aside += body.num_characters
+                self.spawn(self._submit_aside(answer))
         else:
             self._forward(answer, lambda: self._tokenise(body))
         return answer.request
@@ -187,11 +199,13 @@ class Gateway(Actor):
             self._finish(answer, "cancelled")
 
     async def ask(self, what: str) -> dict[str, Any]:
-        """Answer `status` or `leaks` from fresh reports of every actor.
+        """Answer `status` or `leaks` from fresh reports of every actor, or `requests` from what is known here.
 
         Raises:
             RequestTimeout: the router does not answer.
         """
+        if what == "requests":
+            return {"requests": self.tracer.recent(NUM_RECENT)}
         found = await self.survey()
         if what == "leaks":
             leaks = accounts.leaks(found)
@@ -201,10 +215,15 @@ class Gateway(Actor):
             return leaks
         return accounts.status(self.spec.run_id, self.spec.config.cluster.mode, self.spec.model.name, found)
 
-    async def survey(self, timeout_s: float = ASK_TIMEOUT_S) -> Surveyed:
-        """Have every actor report; raises RequestTimeout where the router does not answer."""
-        found = await self._question(Inspect, timeout_s)
+    async def survey(self, timeout_s: float = ASK_TIMEOUT_S, request: str = "") -> Surveyed:
+        """Have every actor report, and tell of a request; raises RequestTimeout where the router does not answer."""
+        found = await self._question(lambda query: Inspect(query, request), timeout_s)
         assert isinstance(found, Surveyed)
+        return found
+
+    async def trace(self, request: str) -> dict[str, Any]:
+        """Return a request's timeline; takes and raises what `Tracer.timeline` does."""
+        found: dict[str, Any] = msgspec.to_builtins(await self.tracer.timeline(request))
         return found
 
     async def drain(self, actor: str) -> dict[str, Any]:
@@ -248,15 +267,17 @@ class Gateway(Actor):
             self.log.exception("tokenising failed", request=answer.request)
             self._fail(answer, PDError(f"tokenising failed: {error}"))
             return
+        finally:
+            self._text_aside -= answer.body.num_characters
         if answer.request in self.answers:  # it may have been cancelled meanwhile
             self._forward(answer, lambda: prompt)
 
-    def _forward(self, answer: Answer, tokenise: Callable[[], tuple[int, ...]]) -> None:
+    def _forward(self, answer: Answer, make: Callable[[], tuple[int, ...]]) -> None:
         """Send a request to the router, or end it with the reason."""
         body = answer.body
         try:
             assert self.tokenizer is not None
-            prompt = tokenise()
+            prompt = make()
             room = self.spec.model.max_model_len - len(prompt)
             if room < 1:
                 raise PromptTooLong(
@@ -272,32 +293,12 @@ class Gateway(Actor):
         sampling = body.sampling(min(body.max_tokens, room))
         ask = Generate(answer.request, TokenIds.of(prompt), sampling, body.priority, deadline_s, body.save_final_kv)
         answer.begin(self.tokenizer, ask)
+        self.tracer.tokenised(answer)
         self.tell(ROUTER, ask)
 
     def _tokenise(self, body: RequestBody) -> tuple[int, ...]:
-        """Return the prompt's token ids.
-
-        Raises:
-            BadRequest: not exactly one kind of prompt, an empty one, or ids outside the vocabulary.
-        """
         assert self.tokenizer is not None
-        given = [name for name in ("prompt", "messages", "prompt_token_ids") if getattr(body, name) is not None]
-        if len(given) != 1:
-            found = f"got {', '.join(given)}" if given else "got none"
-            raise BadRequest(f"exactly one of prompt, messages and prompt_token_ids is needed, {found}")
-        if body.messages is not None:
-            ids = self.tokenizer.encode_chat(body.messages)
-        elif body.prompt is not None:
-            ids = self.tokenizer.encode(body.prompt) if body.prompt else []
-        else:
-            ids = list(body.prompt_token_ids or ())
-        if not ids:
-            raise BadRequest(f"{given[0]}: is empty; at least one token is needed")
-        if max(ids) >= self.spec.model.vocab_size:
-            raise BadRequest(
-                f"{given[0]}: token id {max(ids)} is outside the vocabulary of {self.spec.model.vocab_size}"
-            )
-        return tuple(ids)
+        return tokenise(self.tokenizer, body, self.spec.model.vocab_size)
 
     # ---- From tokens to text --------
 
@@ -321,8 +322,9 @@ class Gateway(Actor):
         num_tokens, last_s = answer.num_tokens, answer.last_s
         if not answer.take(token, self.tokenizer, now):
             return self.drop("late token", request=token.request, index=token.index)
+        num_new = answer.num_tokens - num_tokens
+        self.tracer.written(answer, num_new)
         if self.metrics is not None:
-            num_new = answer.num_tokens - num_tokens
             self.metrics.tokens(num_new, now - (last_s or answer.arrived_s), None if last_s else answer.prompt_use)
         if answer.finish is not None:
             if token.finish is None:  # a stop string: the engine does not know yet
@@ -358,7 +360,9 @@ class Gateway(Actor):
         """End an answer; one that its client left while a token was written is over already."""
         if self.answers.pop(answer.request, None) is None:
             return
-        done = answer.done(finish, self.clock())
+        now = self.clock()
+        done = answer.done(finish, now)
+        self.tracer.done(answer, done, now)
         if self.metrics is not None:
             self.metrics.ended(done)
         self.log.info(
@@ -371,12 +375,14 @@ class Gateway(Actor):
             path=done.path,
             path_reason=done.path_reason,
             codec=done.codec,
+            pruned_tokens=done.pruned_tokens,
         )
         answer.sink(done)
 
     def _fail(self, answer: Answer, error: PDError) -> None:
         if self.answers.pop(answer.request, None) is None:
             return
+        self.tracer.failed(answer, error)
         if self.metrics is not None:
             self.metrics.failed(error.code)
         self.log.info("request failed", request=answer.request, id=answer.id, code=error.code, reason=error.message)

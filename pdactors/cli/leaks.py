@@ -14,7 +14,7 @@ from pdactors.actors.accounts import is_clean
 from pdactors.actors.discovery import running
 from pdactors.actors.ready_file import stale_ready_files
 from pdactors.actors.remains import orphans
-from pdactors.cli.options import cluster_options, zmq_address
+from pdactors.cli.options import cluster_options, connect
 
 SECOND_LOOK_S = 1.0  # what is on its way to be let go is gone by then
 
@@ -29,7 +29,11 @@ def command(zmq: str | None, ready_file: Path | None, token: str, as_json: bool)
     """
     found: dict[str, Any] = {"leases": [], "blocks_unaccounted": 0, "stale_segments": []}
     if zmq or ready_file or running():
-        found = _ask(zmq_address(zmq, ready_file), token)
+        with connect(zmq, ready_file, token) as client:
+            found = client.leaks()
+            if not is_clean(found):
+                time.sleep(SECOND_LOOK_S)
+                found = client.leaks()
     found["stale_processes"] = [
         {"pid": process.pid, "command": " ".join(process.cmdline()[1:])} for process in orphans()
     ]
@@ -43,14 +47,3 @@ def command(zmq: str | None, ready_file: Path | None, token: str, as_json: bool)
             for item in items if isinstance(items, list) else [items] if items else []:
                 click.echo(f"{what}: {item}")
     sys.exit(0 if is_clean(found) else 1)
-
-
-def _ask(address: str, token: str) -> dict[str, Any]:
-    from pdactors.client import Client
-
-    with Client(address, token=token) as client:
-        found = client.leaks()
-        if not is_clean(found):
-            time.sleep(SECOND_LOOK_S)
-            found = client.leaks()
-    return found

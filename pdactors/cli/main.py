@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from pdactors.cli.conceal import conceal
 from pdactors.errors import PDError
 from pdactors.version import VERSION
 
@@ -17,14 +18,19 @@ COMMANDS = {
     "chat": ("pdactors.cli.chat", "Talk with the model in the terminal."),
     "status": ("pdactors.cli.status", "Show every actor of a running cluster."),
     "top": ("pdactors.cli.top", "Watch a running cluster."),
+    "trace": ("pdactors.cli.trace", "Show where the time of one request went, over all actors."),
     "drain": ("pdactors.cli.drain", "Give an engine no new work, let it finish, and stop it."),
     "scale": ("pdactors.cli.scale", "Start or drain engines until a node has so many."),
     "verify": ("pdactors.cli.verify", "Compare greedy tokens with transformers, token by token."),
     "leaks": ("pdactors.cli.leaks", "Look for leases, blocks and processes that are held for nobody."),
     "chaos": ("pdactors.cli.chaos", "Hurt a cluster while it answers, and check every answer."),
     "bench": ("pdactors.cli.bench", "Measure, each figure beside its reference."),
+    "calibrate": ("pdactors.cli.calibrate", "Measure what steps and transfers cost here, for `simulate`."),
+    "simulate": ("pdactors.cli.simulate", "Predict what `bench serve` would measure."),
+    "plan": ("pdactors.cli.plan", "Find the cheapest cluster that holds a rate within an objective."),
     "model": ("pdactors.cli.model", "Fetch and list models."),
     "config": ("pdactors.cli.config", "Show the effective cluster file."),
+    "keys": ("pdactors.cli.keys", "Make keys and tokens for a cluster that others can reach."),
 }
 
 
@@ -46,6 +52,7 @@ class LazyGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Turn our errors into one line and exit status 1; click's own usage errors exit with 2."""
+        conceal(sys.argv)
         try:
             return super().invoke(ctx)
         except PDError as error:

@@ -508,7 +508,7 @@ def test_a_cancel_of_the_unknown_is_counted():
 @pytest.mark.parametrize("stage", [*EARLY, "migrating", *STAGES, "resuming"])
 def test_only_the_drawn_arrows_can_be_taken(stage):
     arrows = {
-        "queued": {"pinning", "prefilling"},
+        "queued": {"held", "pinning", "prefilling"},
         "pinning": {"prefilling", "resuming"},
         "prefilling": {"waiting", "resuming"},
         "waiting": {"adopting", "migrating", "resuming"},

@@ -36,7 +36,8 @@ from pdactors.messages import (
     Segment,
     Stranded,
 )
-from pdactors.policy.dispatch import PIN_TIMEOUT_S, Dispatcher, Limits
+from pdactors.policy.borrowing import PIN_TIMEOUT_S
+from pdactors.policy.dispatch import Dispatcher, Limits
 from pdactors.policy.retries import ASK_AGAIN_S, MAX_ATTEMPTS, backoff_s
 from pdactors.token_ids import TokenIds
 
@@ -350,11 +351,11 @@ class DispatcherMachine(RuleBasedStateMachine):
         request = self.dispatcher.requests.get(pin.request)
         is_current = request is not None and request.attempt == pin.attempt and request.stage == "pinning"
         if not is_current or request.pins.get(pin.start) != owner:
-            self.dropping(lambda: self.dispatcher.pinned(owner, message), owner)
+            self.dropping(lambda: self.dispatcher.pinned(owner, message, self.now), owner)
             return
         if segment is not None:
             self.lent.setdefault((pin.request, pin.attempt), []).append(segment)
-        self.obey(self.dispatcher.pinned(owner, message))
+        self.obey(self.dispatcher.pinned(owner, message, self.now))
         assert (request.stage == "pinning") == bool(request.pins)
 
     # ---- Whatever else arrives --------
