@@ -310,19 +310,7 @@ class Actor:
         return self.spec.member(os.getpid(), self.listener.address if self.listener is not None else "")
 
     def _introduce(self, name: str) -> None:
-        spec = self.spec
-        hello = Hello(
-            protocol=PROTOCOL_VERSION,
-            version=VERSION,
-            member=self.me(),
-            layout=spec.layout.fingerprint,
-            model=spec.model.fingerprint,
-            join_token=spec.join_token,
-            mode=spec.config.cluster.mode,
-            max_model_len=spec.model.max_model_len,
-            run_id=spec.run_id,
-        )
-        self.tell(name, hello)
+        self.tell(name, self.spec.hello(self.me()))
 
     def _on_channel(self, name: str, frames: list[bytes]) -> None:
         message = self._decode(frames)

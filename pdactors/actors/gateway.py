@@ -67,7 +67,6 @@ ROUTER_GONE_S = 4.0  # more than its restart takes; what stands still is ended t
 ROUTER_GRACE_S = 5.0  # what the router gets beyond a request's own limit to say that it is over
 ASK_TIMEOUT_S = 15.0  # more than a fork of an engine takes
 SWEEP_S = 0.5
-NUM_RECENT = 20  # requests that are listed
 LOOK_AGAIN_S = 0.5  # after a first finding, which may just be on its way back
 
 
@@ -205,7 +204,7 @@ class Gateway(Actor):
             RequestTimeout: the router does not answer.
         """
         if what == "requests":
-            return {"requests": self.tracer.recent(NUM_RECENT)}
+            return {"requests": self.tracer.recent()}
         found = await self.survey()
         if what == "leaks":
             leaks = accounts.leaks(found)
