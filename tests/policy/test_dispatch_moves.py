@@ -175,7 +175,7 @@ def test_where_kv_is_pruned_the_prefill_passes_it_on():
 
 def test_a_prefill_that_cannot_be_told_to_prune_costs_an_attempt():
     dispatcher = to_migrating(prunes=True)
-    orders = dispatcher.undelivered("p", Migrate("r", 1, handle("p"), "m1"), 2.0)
+    orders = answered(dispatcher, dispatcher.undelivered("p", Migrate("r", 1, handle("p"), "m1"), 2.0))
     assert orders == released("d", "m0", "m1", "p")
     assert (dispatcher.requests["r"].attempt, dispatcher.requests["r"].stage) == (2, "queued")
 
