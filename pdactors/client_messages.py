@@ -123,6 +123,8 @@ class DoneEvent(Event, frozen=True, tag="done"):
     path: Path
     path_reason: str = ""  # why the KV took no faster way
     codec: Codec = "none"  # that it went through
+    pruned_tokens: int = 0  # of the prompt, whose KV was left out
+    request: str = ""  # our id, by which `trace` finds it
 
 
 class ErrorEvent(Event, frozen=True, tag="error"):
@@ -150,6 +152,9 @@ class ClientHello(Message, frozen=True):
     protocol: int
     token: str = ""
 
+    def __repr__(self) -> str:
+        return f"ClientHello({self.protocol})"  # without the token
+
 
 class ClientRequest(Message, frozen=True):
     body: RequestBody
@@ -169,7 +174,12 @@ class ClientBye(Message, frozen=True):
 
 class ClientAsk(Message, frozen=True):
     id: RequestId
-    what: Literal["status", "leaks"]
+    what: Literal["status", "leaks", "requests"]
+
+
+class ClientTrace(Message, frozen=True):
+    id: RequestId
+    request: Annotated[str, Meta(max_length=128)] = ""  # our id or the client's; "" for the last one
 
 
 class ClientDrain(Message, frozen=True):
@@ -185,7 +195,15 @@ class ClientScale(Message, frozen=True):
 
 
 ToGateway: TypeAlias = (
-    ClientHello | ClientRequest | ClientCancel | ClientPing | ClientBye | ClientAsk | ClientDrain | ClientScale
+    ClientHello
+    | ClientRequest
+    | ClientCancel
+    | ClientPing
+    | ClientBye
+    | ClientAsk
+    | ClientTrace
+    | ClientDrain
+    | ClientScale
 )
 
 

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from pdactors.errors import BadRequest
+from pdactors.stamps import Clock, Echo, Stamps
 from pdactors.token_ids import TokenIds, from_wire, to_wire
 
 PROTOCOL_VERSION = 1
@@ -22,7 +23,6 @@ Role = Literal["router", "gateway", "migrator", "prefill", "decode", "worker", "
 State = Literal["starting", "ready", "draining", "stopping", "lost"]
 Path = Literal["lease", "cuda_ipc", "ucx", "store", "none"]
 FinishReason = Literal["stop", "length", "cancelled"]
-
 Priority = Literal["interactive", "batch"]
 Codec = Literal["none", "int8", "int4"]  # of KV on the wire
 
@@ -85,6 +85,7 @@ class KVHandle(Struct, frozen=True):
     segments: tuple[Segment, ...]
     num_tokens: int
     codec: Codec = "none"  # that it went through; after a lossy one it is good for its own request only
+    num_pruned: int = 0  # tokens left out, other ones in each layer and head; those that follow keep their positions
 
 
 class Blocks(Struct, frozen=True, omit_defaults=True):
@@ -130,8 +131,10 @@ class Load(Struct, frozen=True, omit_defaults=True):
     prefill_use: PhaseUse = PhaseUse()
     decode_use: PhaseUse = PhaseUse()
     num_moved: int = 0  # sequences that a migrator sent to other nodes
+    num_pruned: int = 0  # of them, those whose KV was pruned
     bytes_moved: int = 0
     way: str = ""  # how an engine computes its model, and why not on our kernels
+    busy_s: float = 0.0  # what all its steps took together
 
 
 class LeaseInfo(Struct, frozen=True):
@@ -161,6 +164,7 @@ class Report(Struct, frozen=True, omit_defaults=True):
     faults: tuple[str, ...] = ()  # what its check() found wrong
     dropped: int = 0  # late, duplicate, unknown messages
     counts: dict[str, int] = {}  # what else it counts: "retries", "leases_expired"
+    stamps: Stamps | None = None  # of the request that was asked for
 
 
 class TopLogprob(Struct, frozen=True, array_like=True):
@@ -187,6 +191,7 @@ class DecodePart(Struct, frozen=True, omit_defaults=True):
     adopted_s: float
     path_reason: str = ""
     codec: Codec = "none"
+    num_pruned: int = 0
 
 
 class Token(Struct, frozen=True, omit_defaults=True):
@@ -234,6 +239,9 @@ class Hello(Message, frozen=True):
     max_model_len: int
     run_id: str = ""  # a supervisor that joins from another machine learns it when it is welcomed
 
+    def __repr__(self) -> str:
+        return f"Hello({self.member!r})"  # without the join token
+
 
 class Welcome(Message, frozen=True):
     """The listener accepts the connection; `member` is the listener itself."""
@@ -258,6 +266,7 @@ class Stranger(Message, frozen=True):
 class Heartbeat(Message, frozen=True):
     state: State
     load: Load = Load()
+    echo: Echo | None = None
 
 
 class Generate(Message, frozen=True):
@@ -387,9 +396,10 @@ class Fence(Message, frozen=True):
 
 
 class Inspect(Message, frozen=True):
-    """Ask for a report; the gateway asks the router, the router asks everyone."""
+    """Ask for a report, with the stamps of a `request`; the gateway asks the router, the router asks everyone."""
 
     query: int
+    request: str = ""
 
 
 class Inspected(Message, frozen=True):
@@ -495,6 +505,7 @@ class Fleet(Message, frozen=True):
     num_requests: int = 0
     is_draining: bool = False  # nothing new is taken
     num_queued: int = 0  # of the requests: those that no engine has taken; router.max_queue limits them
+    sent_s: float = 0.0  # on the router's clock
 
 
 class Answered(Message, frozen=True):
@@ -513,6 +524,7 @@ class Surveyed(Message, frozen=True):
     reports: tuple[Report, ...]
     in_flight: tuple[str, ...]
     silent: tuple[str, ...] = ()
+    clocks: dict[str, Clock] = {}  # by actor, as far as they are known
 
 
 # ---- Engine and migrator of one node --------
@@ -560,7 +572,10 @@ class Publish(Message, frozen=True):
 
 
 class Migrate(Message, frozen=True):
-    """Router: bring a sequence's KV, which lies on your node, to the migrator `target`, which tells us."""
+    """Router: bring a sequence's KV, which lies on your node, to the migrator `target`, which tells us.
+
+    Where KV is pruned the prefill gets it, and passes it on to its migrator with what it has packed.
+    """
 
     request: str
     attempt: int
@@ -600,6 +615,7 @@ class Offer(Message, frozen=True):
     num_tokens: int
     digests: tuple[bytes, ...] = ()
     priority: Priority = "interactive"
+    num_pruned: Annotated[int, Meta(ge=0)] = 0
 
 
 class Taken(Message, frozen=True):
@@ -666,7 +682,6 @@ Control: TypeAlias = (
 # ---- Codec --------
 
 T = TypeVar("T", bound=Message)
-
 _encoder = msgspec.msgpack.Encoder(enc_hook=to_wire)
 control_decoder: msgspec.msgpack.Decoder[Control] = msgspec.msgpack.Decoder(Control, dec_hook=from_wire)
 
@@ -692,9 +707,6 @@ def decode(decoder: msgspec.msgpack.Decoder[T], frames: Sequence[bytes | memoryv
 
 def explain(error: Exception) -> str:
     """Put a msgspec error with the field first: `max_tokens: expected `int` >= 1`."""
-    text = str(error)
-    if len(text) > MAX_REASON:  # it quotes what came
-        text = f"{text[:MAX_REASON]}…"
-    what, _, place = text.partition(" - at `$")
+    what, _, place = str(error)[:MAX_REASON].partition(" - at `$")  # it may quote what came
     place = place.rstrip("`").lstrip(".").removeprefix("body.")
     return f"{place}: {what[:1].lower()}{what[1:]}" if place else f"malformed message: {what}"

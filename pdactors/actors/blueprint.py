@@ -32,8 +32,8 @@ def check_available(config: ClusterConfig) -> None:
     """
     unavailable = [
         (config.kv.transport == "cuda_ipc", "kv.transport 'cuda_ipc'", "auto, lease or ucx"),
-        (config.kv.prune != 1.0, f"kv.prune {config.kv.prune}", "1.0"),
         (config.router.local_prefill_tokens > 0, "router.local_prefill_tokens above 0", "0"),
+        (config.has_store and config.kv.prune != 1.0, f"kv.prune {config.kv.prune} in mode kvstore", "1.0"),
         (any(node.device != "cpu" for node in config.node), "a node.device other than cpu", "cpu"),
     ]
     for is_asked, what, instead in unavailable:
@@ -108,10 +108,15 @@ def _reachable(config: ClusterConfig, text: str) -> Address:
 
 
 def check_model(config: ClusterConfig, shape: ModelShape) -> None:
-    """Raise ConfigError if the model cannot hold sequences as long as the file promises."""
+    """Raise ConfigError if the model cannot hold sequences as long as the file promises, or do what it asks for."""
     if config.model.max_model_len > shape.max_position:
         raise ConfigError(
             f"model.max_model_len = {config.model.max_model_len}: this model has {shape.max_position} positions"
+        )
+    if config.prunes and 0 < shape.window < config.model.max_model_len:
+        raise ConfigError(
+            f"kv.prune = {config.kv.prune}: layers of this model see a sliding window of {shape.window} tokens, "
+            "which is not known once tokens are left out; use 1.0"
         )
 
 

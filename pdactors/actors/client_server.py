@@ -21,6 +21,7 @@ from pdactors.client_messages import (
     ClientPong,
     ClientRequest,
     ClientScale,
+    ClientTrace,
     ClientWelcome,
     ErrorEvent,
     RequestId,
@@ -63,6 +64,7 @@ class ClientServer:
         self._on(ClientRequest, self._request)
         self._on(ClientCancel, self._cancel)
         self._on(ClientAsk, self._ask)
+        self._on(ClientTrace, self._trace)
         self._on(ClientDrain, self._drain)
         self._on(ClientScale, self._scale)
         self._on(ClientPing, lambda peer, _client, _message: self._send(peer, ClientPong()))
@@ -82,6 +84,7 @@ class ClientServer:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+        self._transport.close()
 
     def _on(self, kind: type[M], handler: Callable[[Peer, _Client, M], None]) -> None:
         self._handlers[kind] = handler  # type: ignore[assignment]  # each is called with its own kind only
@@ -145,6 +148,9 @@ class ClientServer:
 
     def _ask(self, peer: Peer, client: _Client, message: ClientAsk) -> None:
         self._answer(peer, client, message.id, lambda: self._gateway.ask(message.what))
+
+    def _trace(self, peer: Peer, client: _Client, message: ClientTrace) -> None:
+        self._answer(peer, client, message.id, lambda: self._gateway.trace(message.request))
 
     def _drain(self, peer: Peer, client: _Client, message: ClientDrain) -> None:
         self._answer(peer, client, message.id, lambda: self._gateway.drain(message.actor))

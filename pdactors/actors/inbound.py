@@ -53,6 +53,7 @@ class Coming:
     blocks: dict[int, int]  # index in the sequence -> our block, stored whole
     num_reserved: int  # blocks that are set aside and not granted yet
     began_s: float
+    num_pruned: int = 0
     granted: set[int] = field(default_factory=set)  # indices whose transfer is under way
     num_bytes: int = 0
     codec: Codec = "none"
@@ -68,6 +69,7 @@ class _Landing:
     blocks: list[int]
     expected: Header
     header: NDArray[np.uint8]
+    granted_s: float
 
 
 class Inbound:
@@ -106,8 +108,11 @@ class Inbound:
         reason = ""
         if offer.layout != spec.layout.fingerprint:
             reason = f"KV layout: theirs is {offer.layout}, ours is {spec.layout.fingerprint}"
-        elif not 1 <= offer.num_tokens <= spec.model.max_model_len:
-            reason = f"{offer.num_tokens} tokens; model.max_model_len is {spec.model.max_model_len}"
+        elif not 1 <= offer.num_tokens <= spec.model.max_model_len - offer.num_pruned:
+            limit = f"model.max_model_len is {spec.model.max_model_len}"
+            reason = f"{offer.num_tokens} tokens and {offer.num_pruned} left out; {limit}"
+        elif offer.num_pruned and offer.digests:
+            reason = f"{offer.num_pruned} tokens are left out, so no digest says what a block holds"
         elif len(offer.digests) > num_blocks:
             reason = f"{len(offer.digests)} digests of {num_blocks} blocks"
         if reason:
@@ -137,6 +142,7 @@ class Inbound:
                 dict(enumerate(ready)),
                 num_blocks - len(ready),
                 self._mover.clock(),
+                offer.num_pruned,
             )
             self._holdings.num_reserved += coming.num_reserved
             self._coming[coming.key] = coming
@@ -165,7 +171,7 @@ class Inbound:
             grant.secret, spec.layout.fingerprint, sender.incarnation, spec.incarnation, ask.attempt, ask.transfer,
             ask.start, ask.count, ask.codec, ask.count * self._mover.wire_bytes(ask.codec),
         )  # fmt: skip
-        landing = _Landing(coming, ask, blocks, expected, np.zeros(HEADER_BYTES, np.uint8))
+        landing = _Landing(coming, ask, blocks, expected, np.zeros(HEADER_BYTES, np.uint8), self._mover.clock())
         self._landing.add(landing)
         try:
             self._mover.port.receive(
@@ -210,6 +216,10 @@ class Inbound:
         """Check what has arrived, and count it in."""
         coming, ask = landing.coming, landing.ask
         wrong = await self._mover.in_thread(self._check, landing, parts)
+        self._mover.transferred(
+            "receive", coming.key, landing.granted_s, self._mover.clock(), peer=coming.source.name, codec=ask.codec,
+            bytes=landing.expected.size, blocks=ask.count, error=wrong,
+        )  # fmt: skip
         if wrong or coming.is_over:
             self._drop(landing)
         else:
@@ -262,8 +272,11 @@ class Inbound:
             segments=(Segment(mover.spec.name, lease, 0, tuple(blocks)),),
             num_tokens=coming.num_tokens,
             codec=coming.codec,
+            num_pruned=coming.num_pruned,
         )
-        seconds = mover.clock() - coming.began_s
+        now = mover.clock()
+        seconds = now - coming.began_s
+        mover.noted("arrival", coming.key, coming.began_s, now, peer=coming.source.name, codec=coming.codec)
         mover.tell(ROUTER, Migrated(*coming.key, handle, coming.num_bytes, seconds, coming.codec))
         return self._holdings.tell_cache()
 

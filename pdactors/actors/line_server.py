@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import socket
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 MAX_LINE_BYTES = 1 << 20
 MAX_TOKEN_LINE_BYTES = 8192
 TOKEN_S = 20.0  # from the connection to the token's line
-SLICE_S = 0.002  # of each turn of the loop that lines may take, those of all connections together
+LINES_A_TURN = 8  # of the loop, from all connections together
 MAX_UNREAD_BYTES = 4 << 20  # what a client may leave unread before it is cut off
 MAX_REQUESTS = 1024  # in flight on one connection
 LAST_WORDS_S = 2.0  # how long a client that is about to be closed may go on sending
@@ -60,8 +61,7 @@ class LineServer:
         self._gateway = gateway
         self._server: asyncio.Server | None = None
         self._connections: set[LineConnection] = set()
-        self._slice_end_s = 0.0
-        self._is_slice_planned = False
+        self._waiting: deque[asyncio.Future[None]] = deque()  # connections that have a line
         self.lobby: Lobby[LineConnection] = Lobby()
 
     async def start(self, fd: int) -> None:
@@ -83,18 +83,21 @@ class LineServer:
             self._connections.discard(connection)
 
     async def turn(self) -> None:
-        """Wait until the loop has time for another line."""
+        """Wait for the next line's turn: connections take turns, and the loop has time for its other work."""
         loop = asyncio.get_running_loop()
 
-        def begin_slice() -> None:
-            self._is_slice_planned = False
-            self._slice_end_s = loop.time() + SLICE_S
+        def give_turns() -> None:
+            for _ in range(min(LINES_A_TURN, len(self._waiting))):
+                waiting = self._waiting.popleft()
+                if not waiting.done():  # its task was cancelled
+                    waiting.set_result(None)
+            if self._waiting:
+                loop.call_soon(give_turns)
 
-        while loop.time() > self._slice_end_s:
-            if not self._is_slice_planned:
-                self._is_slice_planned = True
-                loop.call_soon(begin_slice)
-            await asyncio.sleep(0)
+        if not self._waiting:
+            loop.call_soon(give_turns)
+        self._waiting.append(loop.create_future())
+        await self._waiting[-1]
 
     async def close(self) -> None:
         """Stop listening and close every connection."""
@@ -122,7 +125,7 @@ class LineConnection:
         """Serve the connection to its end."""
         try:
             await self._let_in()
-            while (line := await self._lines.next(MAX_LINE_BYTES)) is not None:
+            while not self._has_left and (line := await self._lines.next(MAX_LINE_BYTES)) is not None:
                 await self._server.turn()
                 await self._take(line)
                 self._rest()
@@ -134,6 +137,10 @@ class LineConnection:
             self._cancel_all()
             self.close()
 
+    @property
+    def _has_left(self) -> bool:
+        return self._writer.transport.is_closing()
+
     def refuse(self, error: PDError) -> None:
         """Close before anything was asked."""
         self._send_error(None, error)
@@ -141,7 +148,7 @@ class LineConnection:
 
     def close(self) -> None:
         """Flush and close; idempotent."""
-        if not self._writer.transport.is_closing():
+        if not self._has_left:
             self._writer.close()
 
     def cut(self, why: str) -> None:

@@ -80,7 +80,7 @@ class Migrator(Actor):
             self.accept(Publish, lambda sender, message: self._on_publish(holdings, sender, message), *ENGINES)
 
     def _accept_moves(self, mover: Mover) -> None:
-        self.accept(Migrate, lambda _, message: mover.outbound.migrate(message), "router")
+        self.accept(Migrate, lambda _, message: mover.outbound.migrate(message), "router", "prefill")
         self.accept(Announce, lambda _, message: mover.outbound.announce(message), "prefill")
         self.accept(DataPort, mover.port_offered, "migrator")
         self.accept(Alive, lambda sender, _: mover.alive(sender), "migrator")
@@ -257,6 +257,7 @@ class Migrator(Actor):
             running=len(self.mover.outbound.keys) + len(self.mover.inbound.keys),
             blocks=blocks,
             num_moved=self.mover.num_moved,
+            num_pruned=self.mover.num_pruned,
             bytes_moved=self.mover.num_bytes,
         )
 

@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,8 @@ from pdactors.kv.codec import CodecName, decode, encode, encoded_bytes, prepare
 from pdactors.messages import Codec, DataPort, Fleet, Member, Message, Release
 from pdactors.policy.codec_choice import CodecCost, choose_codec
 from pdactors.policy.liveness import Liveness
+from pdactors.policy.transfer import Key
+from pdactors.stamps import Detail
 from pdactors.transport.ports import open_port
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ class Mover:
         self.inbound = Inbound(self)
         self.num_bytes = 0
         self.num_moved = 0
+        self.num_pruned = 0
         self._peers: dict[str, Member] = {}  # migrators whose data ports are connected
         self._known: dict[str, DataPort] = {}  # what they told of them
         self._num_dropped: Counter[str] = Counter()  # connections to each
@@ -152,10 +155,43 @@ class Mover:
         if codec != "none":
             decode(codec, self.spec.layout, parts[0].reshape(len(blocks), -1), self.arena.payload(), blocks=blocks)
 
-    def moved(self, num_bytes: int) -> None:
+    def noted(self, what: str, key: Key, began_s: float, ended_s: float | None = None, **detail: Detail) -> None:
+        """Note what was done for a request."""
+        self.actor.trail.note(key[0], what, began_s, ended_s, key[1], **detail)
+
+    def transferred(
+        self,
+        what: Literal["send", "receive"],
+        key: Key,
+        began_s: float,
+        ended_s: float,
+        *,
+        error: str,
+        **detail: Detail,
+    ) -> None:
+        """Note a transfer that has ended, well or with an error."""
+        wrong = {"error": error} if error else {}
+        self.noted(what, key, began_s, ended_s, path=self.port_name, **detail, **wrong)
+
+    def moved(self, key: Key, began_s: float, num_bytes: int, target: str, codec: Codec, num_pruned: int) -> None:
         """Count a migration that is complete."""
+        now = self.clock()
+        seconds = now - began_s
         self.num_bytes += num_bytes
         self.num_moved += 1
+        self.num_pruned += num_pruned > 0
+        self.noted("migration", key, began_s, now, to=target, path=self.port_name, codec=codec, bytes=num_bytes)
+        self.log.info(
+            "migrated",
+            request=key[0],
+            to=target,
+            path=self.port_name,
+            codec=codec,
+            pruned_tokens=num_pruned,
+            mb=round(num_bytes / 1e6, 2),
+            ms=round(1000 * seconds, 1),
+            gb_s=round(num_bytes / seconds / 1e9, 3),
+        )
 
     def release(self, message: Release) -> None:
         """The request is over, or an attempt of it."""

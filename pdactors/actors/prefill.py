@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pdactors.actors.actor import ROUTER
 from pdactors.actors.engine import EngineActor
+from pdactors.actors.packer import Packer
 from pdactors.actors.publishing import publish
 from pdactors.actors.spec import ActorSpec
 from pdactors.engine.model import PagedModel
 from pdactors.engine.sequence import Sequence
 from pdactors.engine.step import Outcome
 from pdactors.errors import Overloaded
-from pdactors.messages import Announce, KVHandle, Lease, Prefill, Prefilled, Segment
+from pdactors.messages import Announce, KVHandle, Lease, Member, Migrate, Prefill, Prefilled, Segment
 from pdactors.transport import Transport
 
 
@@ -21,7 +22,14 @@ class PrefillActor(EngineActor):
     def __init__(self, spec: ActorSpec, transport: Transport, model: PagedModel) -> None:
         super().__init__(spec, transport, model)
         self._behind: dict[tuple[str, int], set[Lease]] = {}  # what handed-over sequences borrow from others
+        self._packer = Packer(self) if spec.config.prunes else None
         self.accept(Prefill, self.take_prompt, "router")
+        self.accept(Migrate, self._on_migrate, "router")
+
+    async def start(self) -> None:
+        if self._packer is not None:
+            await self._packer.start()
+        await super().start()
 
     def took(self, outcome: Outcome) -> None:
         """Hand the sequence over: through the store where there is one, else under a lease of ours.
@@ -35,7 +43,13 @@ class PrefillActor(EngineActor):
             except Overloaded as error:
                 self.fail(sequence, error)
                 return
-            self.tell(ROUTER, self._done(outcome, lease))
+            done = self._done(outcome, lease)
+            if self._packer is not None:
+                self._packer.remember(sequence.key, done.handle, sequence.prompt)
+            self.tell(ROUTER, done)
+        self.trail.note(
+            sequence.request, "handed over", self.clock(), None, sequence.attempt, tokens=sequence.num_stored
+        )
         if sequence.segments:  # they stay ours until the request's end, so that their owner keeps the blocks
             self._behind[sequence.key] = sequence.leases
         self.engine.remove(sequence)
@@ -71,6 +85,7 @@ class PrefillActor(EngineActor):
             except Overloaded:  # they go with the rest
                 continue
             sequence.num_announced = stop
+            self.trail.note(sequence.request, "announced", self.clock(), None, sequence.attempt, blocks=len(blocks))
             self.tell(
                 self.migrator,
                 Announce(
@@ -83,8 +98,25 @@ class PrefillActor(EngineActor):
                 ),
             )
 
+    def _on_migrate(self, _sender: Member, message: Migrate) -> None:
+        packer = self._packer
+        if packer is None:
+            return self.drop("migrate without pruning", request=message.request)
+        return self.command(lambda: packer.asked(message))
+
+    async def work(self) -> bool:
+        return self._packer is not None and await self._packer.work()
+
+    def blocks_lacking(self) -> int:
+        return super().blocks_lacking() + (self._packer.blocks_lacking if self._packer else 0)
+
+    def requests(self) -> tuple[str, ...]:
+        return super().requests() + (self._packer.requests if self._packer else ())
+
     def released(self, request: str, attempt: int) -> None:
         super().released(request, attempt)
+        if self._packer is not None:
+            self._packer.forget((request, attempt))
         self.lease_ended(request, attempt)
 
     def lease_ended(self, request: str, attempt: int) -> None:

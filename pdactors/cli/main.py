@@ -18,6 +18,7 @@ COMMANDS = {
     "chat": ("pdactors.cli.chat", "Talk with the model in the terminal."),
     "status": ("pdactors.cli.status", "Show every actor of a running cluster."),
     "top": ("pdactors.cli.top", "Watch a running cluster."),
+    "trace": ("pdactors.cli.trace", "Show where the time of one request went, over all actors."),
     "drain": ("pdactors.cli.drain", "Give an engine no new work, let it finish, and stop it."),
     "scale": ("pdactors.cli.scale", "Start or drain engines until a node has so many."),
     "verify": ("pdactors.cli.verify", "Compare greedy tokens with transformers, token by token."),

@@ -63,6 +63,14 @@ class Client:
         """Return what is held in the cluster for nobody."""
         return self._wait(self._client.leaks())
 
+    def requests(self) -> list[dict[str, Any]]:
+        """Describe the last requests; see `AsyncClient.requests`."""
+        return self._wait(self._client.requests())
+
+    def trace(self, request: str = "") -> dict[str, Any]:
+        """Return a request's timeline; see `AsyncClient.trace`."""
+        return self._wait(self._client.trace(request))
+
     def drain(self, actor: str) -> dict[str, Any]:
         """Have an engine drained; see `AsyncClient.drain`."""
         return self._wait(self._client.drain(actor))

@@ -28,6 +28,7 @@ from pdactors.client_messages import (
     ClientPing,
     ClientRequest,
     ClientScale,
+    ClientTrace,
     ClientWelcome,
     DoneEvent,
     ErrorEvent,
@@ -60,6 +61,7 @@ class Generation:
     usage: Usage
     timing: Timing
     path: str
+    request: str  # the cluster's id for it, which `trace` takes
 
 
 class AsyncClient:
@@ -182,7 +184,7 @@ class AsyncClient:
             else:
                 text = "".join(token.text for token in tokens)
                 ids = tuple(token.token_id for token in tokens)
-                return Generation(text, ids, event.finish_reason, event.usage, event.timing, event.path)
+                return Generation(text, ids, event.finish_reason, event.usage, event.timing, event.path, event.request)
         raise ConnectionLost("the answer has no end")
 
     async def status(self) -> dict[str, Any]:
@@ -192,6 +194,22 @@ class AsyncClient:
     async def leaks(self) -> dict[str, Any]:
         """Return what is held in the cluster for nobody."""
         return await self._question(lambda id: ClientAsk(id, "leaks"))
+
+    async def requests(self) -> list[dict[str, Any]]:
+        """Describe the last requests, the latest first: ids, tokens, how they ended."""
+        answer = await self._question(lambda id: ClientAsk(id, "requests"))
+        found: list[dict[str, Any]] = answer["requests"]
+        return found
+
+    async def trace(self, request: str = "") -> dict[str, Any]:
+        """Return the timeline of a request over all actors, named by `Generation.request` or its client's id.
+
+        Without a name it is the last one's. `observe/timeline.py` says what is in it.
+
+        Raises:
+            BadRequest: it is not among the last ones (trace.requests).
+        """
+        return await self._question(lambda id: ClientTrace(id, request))
 
     async def drain(self, actor: str) -> dict[str, Any]:
         """Give an engine no new work and have it stopped when it is done; returns at once with what is draining.

@@ -150,6 +150,13 @@ class RouterSection(Section, frozen=True):
     ] = 2000
 
 
+class TraceSection(Section, frozen=True):
+    requests: Annotated[
+        int, Meta(ge=0, le=2**20, description="every actor can tell what it did for so many of the last; 0: for none")
+    ] = 256
+    steps: Annotated[int, Meta(ge=1, le=2**24, description="decode steps that an engine remembers for that")] = 16_384
+
+
 class SecuritySection(Section, frozen=True):
     token: Annotated[str, Meta(description="bearer token of clients (TCP, HTTP, ZeroMQ)")] = ""
     token_file: Annotated[str, Meta(description="a file that holds the token, instead of token")] = ""
@@ -263,6 +270,7 @@ class ClusterConfig(Section, frozen=True):
     engine: EngineSection = EngineSection()
     kv: KVSection = KVSection()
     router: RouterSection = RouterSection()
+    trace: TraceSection = TraceSection()
     security: SecuritySection = SecuritySection()
     node: Annotated[tuple[NodeSection, ...], Meta(min_length=1)] = (NodeSection(),)
 
@@ -276,6 +284,11 @@ class ClusterConfig(Section, frozen=True):
         """Say whether KV may have to move from prefill to decode: there are several nodes, or the file says so."""
         way = self.kv.transport
         return self.is_separated and way != "lease" and (way != "auto" or len(self.node) > 1)
+
+    @property
+    def prunes(self) -> bool:
+        """Say whether prompts leave tokens out when their KV moves."""
+        return self.moves_kv and self.kv.prune < 1
 
     @property
     def has_store(self) -> bool:

@@ -107,7 +107,7 @@ class Engine:
     def copy_out(self, sequence: Sequence) -> bool:
         """Replace what a running sequence borrows by copies of our own; False if there is no room for them."""
         borrowed = [i for i, block in enumerate(sequence.blocks) if block in sequence.borrowed]
-        if sequence not in self.running or len(borrowed) > self.num_unreserved:
+        if sequence not in self.running or sequence.num_pruned or len(borrowed) > self.num_unreserved:
             return False
         for i, copy in zip(borrowed, self.pool.allocate(len(borrowed)), strict=True):
             self.arena.copy_block(sequence.blocks[i], copy)
@@ -121,7 +121,7 @@ class Engine:
         self._extend_digests(sequence, (sequence.num_tokens - 1) // self._block_tokens)
         sequence.borrowed.clear()
         sequence.lent.clear()
-        sequence.tail_block = None
+        sequence.tail_block, sequence.num_pruned = None, 0
         self._drop_kept(sequence)
 
     def give_way(self) -> Sequence | None:
@@ -234,11 +234,11 @@ class Engine:
             if own is None and i not in sequence.lent:
                 break
             num_ready += own is None or not self.pool.is_idle(own)
-        return self.arena.layout.num_blocks(sequence.num_tokens) - num_ready
+        return self.arena.layout.num_blocks(sequence.num_slots(sequence.num_tokens)) - num_ready
 
     def _reserve(self, sequence: Sequence) -> bool:
         """Set blocks aside, and leave one for the next step of each that runs."""
-        needed = self.arena.layout.num_blocks(sequence.num_tokens) - len(sequence.blocks)
+        needed = self.arena.layout.num_blocks(sequence.num_slots(sequence.num_tokens)) - len(sequence.blocks)
         if needed + len(self.running) > self.num_unreserved:
             return False
         sequence.num_reserved = needed
@@ -250,7 +250,7 @@ class Engine:
         self.running.append(sequence)
         sequence.num_admitted += 1
         num_full = sequence.num_indexed = len(sequence.blocks)
-        sequence.num_stored = num_full * self._block_tokens
+        sequence.num_stored = num_full * self._block_tokens + sequence.num_pruned
         self._copy_tail(sequence)
         if sequence.num_admitted == 1 and not sequence.tokens:
             sequence.num_cached = sequence.num_stored
@@ -298,7 +298,7 @@ class Engine:
 
     def _lacks_block(self, sequence: Sequence) -> bool:
         """Whether the next token of a decoding sequence needs a block that was not set aside."""
-        is_full = sequence.num_stored == len(sequence.blocks) * self._block_tokens
+        is_full = sequence.num_slots(sequence.num_stored) == len(sequence.blocks) * self._block_tokens
         return not sequence.is_prompt and is_full and not sequence.num_reserved
 
     def _has_room(self, sequence: Sequence) -> bool:
@@ -334,10 +334,10 @@ class Engine:
         for portion in portions:
             sequence, start = runnable[portion.index], len(ids)
             stop = sequence.num_stored + portion.num_tokens
-            self._grow(sequence, max(0, self.arena.layout.num_blocks(stop) - len(sequence.blocks)))
+            self._grow(sequence, max(0, self.arena.layout.num_blocks(sequence.num_slots(stop)) - len(sequence.blocks)))
             ids += sequence.token_ids(sequence.num_stored, stop)
             positions += range(sequence.num_stored, stop)
-            spans.append(Span(start, portion.num_tokens, stop, tuple(sequence.blocks)))
+            spans.append(Span(start, portion.num_tokens, sequence.num_slots(stop), tuple(sequence.blocks)))
             chosen.append((sequence, portion.num_tokens))
             if stop == sequence.num_tokens:
                 sampled.append(sequence)

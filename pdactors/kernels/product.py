@@ -39,21 +39,7 @@ def _ask(array, left, right, k, size):
         prefetch(array, right + ahead + row * DEPTH)
 
 
-def block_product(finish: Any) -> Any:
-    """Return a function for compiled code: it computes a block and finishes the one before.
-
-    `finish(row, *job)` ends a row. Arguments: `job`, `pending`, `a`, `first`, `w`, `at`, `depth`, `is_tall`, `asks`,
-    `later`, `out`, `base`. A block of results is float32 `[32, 32]` in `out` from `base` on: 32 rows of `a`, 16 unless
-    `is_tall`.
-    `first` and `at` are where the row tile and the column tile begin, `depth` is the number of tiles along the inputs.
-    Meanwhile the `pending` rows of the block before are finished. At each of the `depth` steps `asks` lines of weights
-    are asked for that are used later, from `later` on; -1: these weights come from memory and are used once, so they
-    are asked for themselves, just ahead of their use.
-    """
-
-    def compute(*arguments: Any) -> None:
-        raise NotImplementedError("only inside compiled code")
-
+def _with_tiles(finish: Any) -> Any:
     def on_tiles(job, pending, a, first, w, at, depth, is_tall, asks, later, out, base):
         second = first + depth * _TILE
         right = at + depth * _TILE
@@ -96,6 +82,10 @@ def block_product(finish: Any) -> Any:
         tile_store(0, out, base, COLUMNS)
         tile_store(1, out, base + LANES, COLUMNS)
 
+    return on_tiles
+
+
+def _with_registers(finish: Any) -> Any:
     def on_registers(job, pending, a, first, w, at, depth, is_tall, asks, later, out, base):
         for row in range(pending):
             finish(row, *job)
@@ -129,6 +119,26 @@ def block_product(finish: Any) -> Any:
             store(out, to + 2 * COLUMNS + LANES, r2)
             store(out, to + 3 * COLUMNS, l3)
             store(out, to + 3 * COLUMNS + LANES, r3)
+
+    return on_registers
+
+
+def block_product(finish: Any) -> Any:
+    """Return a function for compiled code: it computes a block and finishes the one before.
+
+    `finish(row, *job)` ends a row. Arguments: `job`, `pending`, `a`, `first`, `w`, `at`, `depth`, `is_tall`, `asks`,
+    `later`, `out`, `base`. A block of results is float32 `[32, 32]` in `out` from `base` on: 32 rows of `a`, 16 unless
+    `is_tall`.
+    `first` and `at` are where the row tile and the column tile begin, `depth` is the number of tiles along the inputs.
+    Meanwhile the `pending` rows of the block before are finished. At each of the `depth` steps `asks` lines of weights
+    are asked for that are used later, from `later` on; -1: these weights come from memory and are used once, so they
+    are asked for themselves, just ahead of their use.
+    """
+
+    def compute(*arguments: Any) -> None:
+        raise NotImplementedError("only inside compiled code")
+
+    on_tiles, on_registers = _with_tiles(finish), _with_registers(finish)
 
     @overload(compute)
     def _compute(job, pending, a, first, w, at, depth, is_tall, asks, later, out, base):

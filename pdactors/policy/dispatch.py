@@ -120,7 +120,7 @@ class Dispatcher:
     def cancel(self, message: Cancel, now: float) -> list[Order]:
         """Let go of a request; unknown ones were finished already."""
         request = self.requests.get(message.request)
-        return self._end(request) + self._advance(now) if request else self._drop(message)
+        return self._end(request, "cancelled") + self._advance(now) if request else self._drop(message)
 
     def pinned(self, sender: str, message: Pinned, now: float) -> list[Order]:
         """An owner lends part of the prompt's beginning, or has nothing of it any more."""
@@ -193,7 +193,8 @@ class Dispatcher:
             return []
         if request.pull and name in request.pull:
             return self.borrowing.failed(request, now)
-        if request.stage in (Stage.PREFILLING, Stage.MIGRATING) and name in (request.engine, *request.movers):
+        involved = (request.engine, request.prefill, *request.movers)
+        if request.stage in (Stage.PREFILLING, Stage.MIGRATING) and name in involved:
             return self._retry(request, name, "it cannot be reached") + self._advance(now)
         if request.engine != name:
             return []
@@ -283,7 +284,7 @@ class Dispatcher:
         request.movers = self.fleet.movers(source, decision.target)
         request.holders.update(request.movers)
         self.requests.move(request, Stage.MIGRATING, decision.target)
-        return [Order(request.movers[0], tasks.migrate(request, now))]
+        return [Order(request.prefill if self.limits.prunes else request.movers[0], tasks.migrate(request, now))]
 
     def _adopt(self, request: Request, target: str, handle: KVHandle, now: float) -> list[Order]:
         """Have an engine go on with a sequence that it can read."""
@@ -307,14 +308,14 @@ class Dispatcher:
         orders = self._releases(request)
         request.holders.clear()
         request.attempt += 1
-        self.requests.move(request, Stage.QUEUED)
+        self.requests.move(request, Stage.QUEUED, why=f"{lost}: {reason}")
         return orders
 
     def _reject(self, request: Request, error: errors.PDError) -> list[Order]:
-        return [Order(request.gateway, tasks.reject(request, error)), *self._end(request)]
+        return [Order(request.gateway, tasks.reject(request, error)), *self._end(request, error.code)]
 
-    def _end(self, request: Request) -> list[Order]:
-        self.requests.remove(request)
+    def _end(self, request: Request, why: str = "") -> list[Order]:
+        self.requests.remove(request, why)
         return self._releases(request)
 
     def _releases(self, request: Request) -> list[Order]:

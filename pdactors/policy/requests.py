@@ -12,14 +12,18 @@ QUEUED --place--> PREFILLING --prefilled--> WAITING --decode has room--> ADOPTIN
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 from pdactors.errors import InvariantError
 from pdactors.messages import Generate, Prefilled, Segment
 from pdactors.policy.prefix_keys import PrefixKeys
 from pdactors.policy.transfer import NO_WAY, Way
+
+MAX_MOVES = 100_000  # that are kept for someone to drain
 
 
 class Stage(StrEnum):
@@ -121,6 +125,17 @@ class Queue:
         del self._requests[request.rank]
 
 
+@dataclass(frozen=True)
+class Move:
+    """A request got to another stage; "" for the end. `why` says what a move that nobody wished for comes from."""
+
+    request: str
+    attempt: int
+    stage: Stage | Literal[""]
+    engine: str
+    why: str = ""
+
+
 @dataclass
 class Assigned:
     """What an engine was given and has not handed on: its requests, and prompt tokens that it has to compute."""
@@ -139,6 +154,7 @@ class RequestTable(Mapping[str, Request]):
         self.assigned: dict[str, Assigned] = {}
         self.under_way: dict[str, dict[str, frozenset[bytes]]] = {}  # engine -> request -> digests that it computes
         self._requests: dict[str, Request] = {}
+        self._moves: deque[Move] = deque(maxlen=MAX_MOVES)
 
     def __getitem__(self, name: str) -> Request:
         return self._requests[name]
@@ -158,17 +174,25 @@ class RequestTable(Mapping[str, Request]):
         """Take a new request in; its id is not in the table."""
         self._requests[request.ask.request] = request
         self._enter(request)
+        self._note(request, request.stage)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: Request, why: str = "") -> None:
         """Forget a request."""
         del self._requests[request.ask.request]
         self._leave(request)
+        self._note(request, "", why)
         self._follow(request)
 
     def hold(self, request: Request, leader: Request) -> None:
         """Keep a queued request until the leader's prompt is computed, or is not going to be."""
         request.leader = leader.ask.request
         self.move(request, Stage.HELD)
+
+    def drain_moves(self) -> list[Move]:
+        """Return what has moved since the last call, in order."""
+        moves = list(self._moves)
+        self._moves.clear()
+        return moves
 
     def coming(self, engine: str) -> Collection[frozenset[bytes]]:
         """Return the digests that an engine is computing, by request."""
@@ -180,7 +204,7 @@ class RequestTable(Mapping[str, Request]):
         request.planned = engine
         self._enter(request)
 
-    def move(self, request: Request, stage: Stage, engine: str = "") -> None:
+    def move(self, request: Request, stage: Stage, engine: str = "", why: str = "") -> None:
         """Change the stage; `engine` takes the request from PINNING, PREFILLING, MIGRATING or ADOPTING on.
 
         From WAITING on it is the store that holds the KV, if one does, and not the engine that computed it.
@@ -208,6 +232,7 @@ class RequestTable(Mapping[str, Request]):
         if engine:
             request.holders.add(engine)
         self._enter(request)
+        self._note(request, stage, why)
         if stage not in _COMPUTING:
             self._follow(request)
 
@@ -242,6 +267,9 @@ class RequestTable(Mapping[str, Request]):
         ):
             if ours != theirs:
                 raise InvariantError(f"{what} is {ours}, the requests make it {theirs}")
+
+    def _note(self, request: Request, stage: Stage | Literal[""], why: str = "") -> None:
+        self._moves.append(Move(request.ask.request, request.attempt, stage, request.engine, why))
 
     def _enter(self, request: Request) -> None:
         if request.stage not in _UNPLACED:

@@ -134,7 +134,8 @@ def _ids(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) 
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise BadRequest(f"the text is not valid Unicode: {error.reason} at character {error.start}") from error
-    return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
+    # Not `encode`, which keeps other threads from running, for a second where a text has a megabyte.
+    return list(backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
 
 
 def _ids_after_newline(backend: tokenizers.Tokenizer, text: str) -> list[int]:

@@ -23,8 +23,8 @@ class _Connection:
     socket: socket.socket  # a duplicate, so that its number is nobody else's while we look at it
     heard_s: float
     peer: bytes | None = None
-    has_spoken: bool = False  # since the last check
-    counted_bytes: int = 0  # received when it last completed a message
+    settled_bytes: int = 0  # of what it sent, when nothing of it was left to be taken
+    taken_bytes: int = 0  # since then
 
     def cut(self) -> None:
         with contextlib.suppress(OSError):
@@ -59,28 +59,29 @@ class Connections:
         if len(self._of) > self._max_connections:
             min(self._of.values(), key=lambda connection: connection.heard_s).cut()
 
-    def heard(self, peer: bytes, fd: int, now: float) -> None:
-        """A complete message came."""
+    def heard(self, peer: bytes, fd: int, size: int, now: float) -> None:
+        """A complete message of `size` bytes came."""
         connection = self._of.get(fd)
         if connection is None:
             return  # these were its last bytes
-        connection.heard_s, connection.has_spoken = now, True
+        connection.heard_s = now
+        connection.taken_bytes += size + 1
         if connection.peer != peer:
             connection.peer = peer
             self._fd_of[peer] = fd
 
-    def check(self, now: float) -> None:
-        """Cut those that send without an end, or nothing at all; all complete messages were handled."""
+    def check(self, now: float, *, is_all_taken: bool) -> None:
+        """Cut those that send without an end, or faster than they are read, or nothing at all."""
         for connection in self._of.values():
             try:
                 received = connection.received_bytes()
             except OSError:
                 continue
-            if connection.has_spoken:
-                connection.has_spoken, connection.counted_bytes = False, received
-            elif received - connection.counted_bytes > self._max_unread_bytes or (
-                connection.peer is None and now - connection.heard_s > SILENT_START_S
-            ):
+            if is_all_taken and connection.taken_bytes:
+                connection.settled_bytes, connection.taken_bytes = received, 0
+            unread = received - connection.settled_bytes - connection.taken_bytes
+            is_silent = connection.peer is None and now - connection.heard_s > SILENT_START_S
+            if unread > self._max_unread_bytes or is_silent:
                 connection.cut()
 
     def cut(self, peer: bytes) -> None:

@@ -24,7 +24,10 @@ from pdactors.transport.contracts import Busy, Frames, Peer, PeerGone, Receive
 
 MAX_QUEUE = 10_000
 MAX_BYTES = 1 << 26
-MAX_FRAMES = 16  # of a message; what follows is dropped
+MAX_FRAMES = 16  # of a message; what follows is dropped, and the connection with it
+SKIP_FRAMES = 500  # dropped at once
+SKIP_EVERY_S = 0.005
+UNREAD_MESSAGES = 4  # of the largest size, that a connection may have sent without our having read them
 HANDSHAKE_MS = 5000
 LINGER_MS = 300
 DRAIN_S = 0.005  # of messages handled before the loop's other work gets a turn
@@ -65,7 +68,7 @@ class ZmqTransport:
                 self._be_curve_server(socket, self._keys, [self._keys.server] if admits is None else admits)
             if fd is not None:
                 socket.setsockopt(constants.SocketOption.USE_FD, os.dup(fd))
-            connections = Connections(max_unread_bytes=2 * max_bytes)
+            connections = Connections(max_unread_bytes=UNREAD_MESSAGES * max_bytes)
             watching = _Watching(self._context, socket, connections)
             self._sockets.append(watching)
             try:
@@ -133,6 +136,10 @@ def _set_key(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
         raise ConfigError("a CURVE key file does not hold a valid key; `pdactors keys` makes them") from None
 
 
+class _Pause(Exception):
+    """The loop's other work comes first, for so many seconds, or a turn."""
+
+
 class _Socket:
     """A socket that is read on the running loop."""
 
@@ -144,10 +151,13 @@ class _Socket:
         self._loop.add_reader(self._fd, self.drain)
         self._plan_drain()
 
-    def _plan_drain(self) -> None:
+    def _plan_drain(self, delay_s: float = 0.0) -> None:
         if not self._drain_planned:
             self._drain_planned = True
-            self._loop.call_soon(self.drain)
+            if delay_s:
+                self._loop.call_later(delay_s, self.drain)
+            else:
+                self._loop.call_soon(self.drain)
 
     def drain(self) -> bool:
         """Handle what has arrived, for a few milliseconds at most; says whether nothing is left."""
@@ -156,10 +166,12 @@ class _Socket:
         while not self._socket.closed:
             try:
                 self._take()
+                if self._loop.time() > until:
+                    raise _Pause
             except zmq.Again:
                 return True
-            if self._loop.time() > until:
-                self._plan_drain()
+            except _Pause as pause:
+                self._plan_drain(*pause.args)
                 break
         return False
 
@@ -213,32 +225,47 @@ class ZmqListener(_Socket):
 
     def _take(self) -> None:
         if self._is_skipping:
-            self._socket.recv(zmq.NOBLOCK)
-            self._is_skipping = bool(self._socket.getsockopt(zmq.RCVMORE))
+            self._skip()
             return
         head = self._socket.recv(zmq.NOBLOCK, copy=False)
-        peer, fd = head.bytes, head.get(zmq.SRCFD)
+        peer, fd = head.bytes, _fd_of(head)
         if fd not in self._connections:
             self._watching.drain()  # the news of it came before the message
-        self._connections.heard(peer, fd, self._loop.time())
         frames: list[bytes] = []
         while self._socket.getsockopt(zmq.RCVMORE):
             if len(frames) == MAX_FRAMES:
                 self._is_skipping = True  # the rest is for nobody
                 break
             frames.append(self._socket.recv(zmq.NOBLOCK))
+        self._connections.heard(peer, fd, sum(map(len, frames)), self._loop.time())
+        if self._is_skipping:
+            self._connections.cut(peer)
         self._receive(peer, frames)
 
+    def _skip(self) -> None:
+        """Drop a few more frames of a message that has too many; others get their turn in between."""
+        for _ in range(SKIP_FRAMES):
+            if not self._socket.recv(zmq.NOBLOCK, copy=False).more:
+                self._is_skipping = False
+                return
+        raise _Pause(SKIP_EVERY_S)
+
     def _watch(self) -> None:
-        """Look after the connections now and then; what is complete is taken first, so that only the rest counts."""
+        """Look after the connections now and then; if everything complete was taken, only the rest counts."""
         if not self._socket.closed:
-            if self.drain():
-                self._connections.check(self._loop.time())
+            self._connections.check(self._loop.time(), is_all_taken=self.drain())
             self._loop.call_later(WATCH_S, self._watch)
 
     def _close(self, linger_ms: int) -> None:
         self._connections.close()
         super()._close(linger_ms)
+
+
+def _fd_of(frame: zmq.Frame) -> int:
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1  # its sender had left before ZeroMQ looked at the connection
 
 
 class ZmqChannel(_Socket):

@@ -411,7 +411,7 @@ async def test_garbage_at_the_client_socket_is_refused(cluster: Cluster) -> None
         for frame in GARBAGE:
             peer.send(frame)
             assert error_in(await peer.get(to_client_decoder)).code == "bad_request"
-        for frames in ([b"a", b"b"], encode(ClientPing()) * 2, [b""] * 1000):
+        for frames in ([b"a", b"b"], encode(ClientPing()) * 2, [b""] * 16):
             peer.send(*frames)
             assert "frame" in error_in(await peer.get(to_client_decoder)).message
 

@@ -49,6 +49,9 @@ max_queue = 1024
 request_timeout_s = 600
 heartbeat_ms = 500
 dead_after_ms = 2000
+[trace]
+requests = 256
+steps = 16384
 [security]
 token = ""
 join_token = ""

@@ -1,4 +1,4 @@
-"""The API's endpoints: completions, chat completions, models, health, metrics."""
+"""The API's endpoints: completions, chat completions, models, health, metrics; the pages are in `pages.py`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from pdactors.actors.http.exchange import Exchange
 from pdactors.actors.http.objects import AnswerWriter, HttpError, error_of
+from pdactors.actors.http.pages import Pages
 from pdactors.actors.http.scrape import Scraper
 from pdactors.actors.lobby import Lobby
 from pdactors.client_messages import DoneEvent, ErrorEvent, TokenEvent
@@ -51,6 +52,7 @@ class Api:
                 Route("/v1/models/{model:path}", self._model, methods=["GET"]),
                 Route("/health", self._health, methods=["GET"]),
                 Route("/metrics", self._metrics, methods=["GET"]),
+                *Pages(gateway, self._scraper).routes,
             ],
             exception_handlers={
                 HTTPException: self._no_such,
