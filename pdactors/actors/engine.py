@@ -11,25 +11,21 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from pdactors.actors import engine_accounts
+from pdactors.actors import engine_accounts, engine_parts
 from pdactors.actors.actor import GATEWAY, ROUTER, Actor
-from pdactors.actors.extent_keeper import ExtentKeeper
 from pdactors.actors.lending import lend_cached
 from pdactors.actors.process import pin
 from pdactors.actors.publishing import publish
 from pdactors.actors.spec import ActorSpec
-from pdactors.engine.limits import EngineLimits
 from pdactors.engine.model import PagedModel
 from pdactors.engine.runner import Engine
 from pdactors.engine.sequence import Sequence
 from pdactors.engine.step import Outcome
-from pdactors.engine.step_log import StepLog
 from pdactors.errors import InvariantError, PDError, WorkerLost
 from pdactors.kv.arena import Arena
 from pdactors.kv.blocks import BlockPool
 from pdactors.kv.leases import LeaseLost
 from pdactors.kv.loans import Loans
-from pdactors.kv.prefix import cache_key
 from pdactors.messages import (
     CacheChanged,
     CopyOut,
@@ -53,7 +49,7 @@ T = TypeVar("T")
 SWEEP_S = 0.05
 QUIET_S = 0.02
 ASK_AGAIN_S = 0.1  # for memory
-STALL_S = 0.1  # a batch without room for its next step waits so long before the waiting ones give their leases back
+STALL_S = 0.1  # a batch without room for its next step waits so long before leases are given back
 
 
 class EngineActor(Actor):
@@ -68,28 +64,13 @@ class EngineActor(Actor):
         self.arena = Arena.attach(spec.fds.arena, layout)
         self.pool = BlockPool()
         self.loans = Loans(self.pool, self.arena.leases(), spec.slot, spec.incarnation, config.kv.lease_s)
-        self.extents = ExtentKeeper(
-            self.arena,
-            self.pool,
-            spec.slot,
-            spec.num_owners,
-            layout.num_blocks(spec.model.max_model_len),
-            lambda message: self.tell(self.migrator, message),
+        self.extents = engine_parts.extents(
+            spec, self.arena, self.pool, lambda message: self.tell(self.migrator, message)
         )
         self.model = model
         model.bind(self.arena.payload(), layout)
-        limits = EngineLimits(
-            max_sequences=config.engine.max_batch,
-            token_budget=config.engine.chunk_tokens,
-            eos_ids=frozenset(spec.model.eos_ids),
-            prefix_key=cache_key(spec.model.fingerprint, layout.fingerprint),
-            prompts_first=config.cluster.mode == "colocated",
-            caches=not config.has_store,
-        )
-        self.engine = Engine(model, self.arena, self.pool, limits)
-        self.steps = StepLog(
-            model.shape, model.shape.weight_bytes_as(model.dtype), layout.token_bytes, model.machine, spec.threads
-        )
+        self.engine = Engine(model, self.arena, self.pool, engine_parts.limits(spec))
+        self.steps = engine_parts.step_log(spec, model)
         self._thread = ThreadPoolExecutor(1, "engine", pin, (spec.cores,))
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = asyncio.Event()
@@ -123,7 +104,7 @@ class EngineActor(Actor):
         return self.engine.blocks_lacking()
 
     def requests(self) -> tuple[str, ...]:
-        """The requests that something is done for here."""
+        """Those that something is done for here."""
         return tuple(s.request for s in (*self.engine.running, *self.engine.waiting))
 
     async def in_thread(self, action: Callable[..., T], *arguments: object) -> T:
@@ -145,9 +126,8 @@ class EngineActor(Actor):
     @property
     def has_store(self) -> bool:
         """Whether there is a store, and it is heard: what is told to one that is lost goes nowhere."""
-        if not self.spec.config.has_store:
-            return False
-        return any(m.name == self.migrator and m.incarnation == self._known_to for m in self.fleet.members)
+        known = (self.migrator, self._known_to)
+        return self.spec.config.has_store and any((m.name, m.incarnation) == known for m in self.fleet.members)
 
     async def start(self) -> None:
         await self._is_known.wait()  # nothing that a predecessor said of our memory is heard from then on

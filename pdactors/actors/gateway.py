@@ -62,7 +62,6 @@ LONG_TEXT = 20_000  # characters that are tokenised aside, so that the loop goes
 MAX_TEXT_ASIDE = 32 << 20  # characters that wait to be tokenised aside
 ROUTER_GRACE_S = 5.0  # what the router gets beyond a request's own limit to say that it is over
 ASK_TIMEOUT_S = 15.0  # more than a fork of an engine takes
-NUM_RECENT = 20  # requests that are listed
 LOOK_AGAIN_S = 0.5  # after a first finding, which may just be on its way back
 
 
@@ -198,7 +197,7 @@ class Gateway(Actor):
             RequestTimeout: the router does not answer.
         """
         if what == "requests":
-            return {"requests": self.tracer.recent(NUM_RECENT)}
+            return {"requests": self.tracer.recent()}
         found = await self.survey()
         if what == "leaks":
             leaks = accounts.leaks(found)
