@@ -80,8 +80,7 @@ class Gateway(Actor):
         self._router_incarnation = 0
         self._news_s = 0.0  # when the router was last heard
         self._lines = LineServer(self)
-        # Not `transport`: what strangers send must not keep its thread from the cluster's own messages.
-        self._clients = ClientServer(self, transport_for("tcp://", spec.keys))
+        self._clients = ClientServer(self, transport_for("tcp://", spec.keys))  # not the thread of our own
         self._http: HttpServer | None = None
         self.metrics: Metrics | None = None  # nobody could read them without HTTP
         self.accept(Tokens, self._on_tokens, "prefill", "decode", "worker")
