@@ -55,7 +55,7 @@ from pdactors.messages import (
 from pdactors.policy.retries import MAX_ATTEMPTS
 from pdactors.text.tokenizer import Tokenizer
 from pdactors.token_ids import TokenIds
-from pdactors.transport import Transport, transport_for
+from pdactors.transport import Transport
 
 if TYPE_CHECKING:
     from pdactors.actors.http.server import HttpServer
@@ -84,8 +84,7 @@ class Gateway(Actor):
         self._num_questions = 0
         self._news_s = 0.0  # when the router was last heard
         self._lines = LineServer(self)
-        # Not `transport`: what strangers send must not keep its thread from the cluster's own messages.
-        self._clients = ClientServer(self, transport_for("tcp://", spec.keys))
+        self._clients = ClientServer(self)
         self._http: HttpServer | None = None
         self.metrics: Metrics | None = None  # nobody could read them without HTTP
         self.accept(Tokens, self._on_tokens, "prefill", "decode", "worker")
