@@ -30,7 +30,7 @@ from pdactors.client_messages import (
 )
 from pdactors.errors import BadRequest, Overloaded, PDError, Unauthorized
 from pdactors.messages import PROTOCOL_VERSION, Message, decode, encode
-from pdactors.transport import Busy, Listener, Peer, PeerGone, Transport
+from pdactors.transport import Busy, Listener, Peer, PeerGone, Transport, transport_for
 
 if TYPE_CHECKING:
     from pdactors.actors.gateway import Gateway
@@ -55,9 +55,9 @@ class _Client:
 class ClientServer:
     """Keeps the clients that said hello; one that leaves or falls silent has its requests cancelled."""
 
-    def __init__(self, gateway: Gateway, transport: Transport) -> None:
+    def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._transport = transport
+        self._transport: Transport | None = None  # of its own: strangers must not keep the cluster's thread busy
         self._listener: Listener | None = None
         self._clients: dict[Peer, _Client] = {}
         self._handlers: dict[type[Message], Callable[[Peer, _Client, Message], None]] = {}
@@ -74,6 +74,7 @@ class ClientServer:
         """Serve the listening socket `fd`, bound to `address`."""
         keys = self._gateway.spec.keys
         admits = keys.clients if keys is not None else None
+        self._transport = transport_for("tcp://", keys)
         self._listener = self._transport.listen(
             address, self._receive, fd=fd, max_bytes=MAX_MESSAGE_BYTES, admits=admits
         )
@@ -84,7 +85,9 @@ class ClientServer:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-        self._transport.close()
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
 
     def _on(self, kind: type[M], handler: Callable[[Peer, _Client, M], None]) -> None:
         self._handlers[kind] = handler  # type: ignore[assignment]  # each is called with its own kind only

@@ -53,7 +53,7 @@ from pdactors.messages import (
 )
 from pdactors.text.tokenizer import Tokenizer
 from pdactors.token_ids import TokenIds
-from pdactors.transport import Transport, transport_for
+from pdactors.transport import Transport
 
 if TYPE_CHECKING:
     from pdactors.actors.http.server import HttpServer
@@ -80,7 +80,7 @@ class Gateway(Actor):
         self._router_incarnation = 0
         self._news_s = 0.0  # when the router was last heard
         self._lines = LineServer(self)
-        self._clients = ClientServer(self, transport_for("tcp://", spec.keys))  # not the thread of our own
+        self._clients = ClientServer(self)
         self._http: HttpServer | None = None
         self.metrics: Metrics | None = None  # nobody could read them without HTTP
         self.accept(Tokens, self._on_tokens, "prefill", "decode", "worker")

@@ -27,7 +27,7 @@ class FakeClient:
         self.prompts.append(prompt_token_ids)
         timing = Timing(0.0, 0.0, float(len(self.prompts)), 0.0, 0.0, 0.0)
         usage = Usage(len(prompt_token_ids), 2, self.cached_tokens)
-        return Generation("", (1, 2), "length", usage, timing, self.path)
+        return Generation("", (1, 2), "length", usage, timing, self.path, "r")
 
 
 def test_short_and_long_prompts_take_turns_and_none_comes_twice():

@@ -353,7 +353,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             "migrated": self.arrival(sender, name, attempt),
             "stranded": Stranded(name, attempt, "late"),
         }[kind]
-        if kind in ("adopted", "pinned"):
+        if kind == "adopted":
             self.dropping(lambda: getattr(self.dispatcher, kind)(sender, message), sender)
             return
         self.dropping(lambda: getattr(self.dispatcher, kind)(sender, message, self.now), sender)
@@ -447,7 +447,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert NODE[to] == NODE[message.handle.owner]
         assert NODE[message.target] == NODE[request.decode]
         assert self.transport == "ucx" or to != message.target
-        assert message.digests == request.digests
+        assert message.digests == request.keys.full()
         self.moving[key] = to, message.target
         self.hold_between(message.handle.owner, message.target, message)
 
