@@ -50,6 +50,14 @@ class RequestBody(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     deadline_ms: Annotated[float, Meta(gt=0.0, le=86_400_000.0)] | None = None
     save_final_kv: bool = True
 
+    @property
+    def num_characters(self) -> int:
+        """How much text there is to tokenise, and the marks around messages."""
+        texts = [message.get("content") for message in self.messages or ()]
+        return (
+            len(self.prompt or "") + sum(len(text) if isinstance(text, str) else 0 for text in texts) + 32 * len(texts)
+        )
+
     def sampling(self, max_tokens: int) -> Sampling:
         """Return the engine's part of the request, with `max_tokens` as the model's length allows it."""
         return Sampling(
@@ -115,6 +123,7 @@ class DoneEvent(Event, frozen=True, tag="done"):
     path: Path
     path_reason: str = ""  # why the KV took no faster way
     codec: Codec = "none"  # that it went through
+    pruned_tokens: int = 0  # of the prompt, whose KV was left out
     request: str = ""  # our id, by which `trace` finds it
 
 
@@ -142,6 +151,9 @@ AnyEvent = TokenEvent | DoneEvent | ErrorEvent | AnswerEvent
 class ClientHello(Message, frozen=True):
     protocol: int
     token: str = ""
+
+    def __repr__(self) -> str:
+        return f"ClientHello({self.protocol})"  # without the token
 
 
 class ClientRequest(Message, frozen=True):

@@ -17,6 +17,7 @@ from pdactors.stamps import Clock, Echo, Stamps
 from pdactors.token_ids import TokenIds, from_wire, to_wire
 
 PROTOCOL_VERSION = 1
+MAX_REASON = 400  # characters of an error about what came
 
 Role = Literal["router", "gateway", "migrator", "prefill", "decode", "worker", "supervisor"]
 State = Literal["starting", "ready", "draining", "stopping", "lost"]
@@ -75,7 +76,7 @@ class KVHandle(Struct, frozen=True):
     """Where a sequence's KV is: arena blocks of one node, in token order, each run of them under its owner's lease.
 
     `num_tokens` tokens are stored; the last block is partly filled unless `num_tokens` divides evenly. Segments of
-    another owner than `owner` are what the prefill itself borrows.
+    another owner than `owner` are what the prefill itself borrows; without an `owner` all are lent for a move.
     """
 
     node: str
@@ -84,6 +85,7 @@ class KVHandle(Struct, frozen=True):
     segments: tuple[Segment, ...]
     num_tokens: int
     codec: Codec = "none"  # that it went through; after a lossy one it is good for its own request only
+    num_pruned: int = 0  # tokens left out, other ones in each layer and head; those that follow keep their positions
 
 
 class Blocks(Struct, frozen=True, omit_defaults=True):
@@ -129,6 +131,7 @@ class Load(Struct, frozen=True, omit_defaults=True):
     prefill_use: PhaseUse = PhaseUse()
     decode_use: PhaseUse = PhaseUse()
     num_moved: int = 0  # sequences that a migrator sent to other nodes
+    num_pruned: int = 0  # of them, those whose KV was pruned
     bytes_moved: int = 0
     way: str = ""  # how an engine computes its model, and why not on our kernels
     busy_s: float = 0.0  # what all its steps took together
@@ -170,13 +173,12 @@ class TopLogprob(Struct, frozen=True, array_like=True):
 
 
 class PrefillPart(Struct, frozen=True, omit_defaults=True):
-    """What the prefill did for a request; travels with its first token.
-
-    Times are CLOCK_MONOTONIC seconds of the engine's machine; elsewhere only their differences mean something.
-    """
+    """What the prefill did for a request; travels with its first token."""
 
     cached_tokens: int
-    received_s: float
+    received_s: (
+        float  # these are CLOCK_MONOTONIC of the engine's machine; elsewhere only their differences mean something
+    )
     begin_s: float
     end_s: float
 
@@ -189,6 +191,7 @@ class DecodePart(Struct, frozen=True, omit_defaults=True):
     adopted_s: float
     path_reason: str = ""
     codec: Codec = "none"
+    num_pruned: int = 0
 
 
 class Token(Struct, frozen=True, omit_defaults=True):
@@ -235,6 +238,9 @@ class Hello(Message, frozen=True):
     mode: str
     max_model_len: int
     run_id: str = ""  # a supervisor that joins from another machine learns it when it is welcomed
+
+    def __repr__(self) -> str:
+        return f"Hello({self.member!r})"  # without the join token
 
 
 class Welcome(Message, frozen=True):
@@ -346,10 +352,7 @@ class Pinned(Message, frozen=True):
 
 
 class Exited(Message, frozen=True):
-    """Supervisor: that process is dead and reaped; nothing that it held can be written any more.
-
-    Of the supervisor itself it means its whole node.
-    """
+    """Supervisor: that process, of a supervisor its node, is dead and reaped; nothing that it held is written now."""
 
     name: str
     incarnation: int
@@ -553,23 +556,34 @@ class ReturnExtents(Message, frozen=True):
     extents: tuple[int, ...]
 
 
+class Publish(Message, frozen=True):
+    """An engine, to its node's store: blocks of its own, the rest of a sequence's table, are the store's now."""
+
+    request: str
+    attempt: int
+    blocks: tuple[int, ...]
+    digests: tuple[bytes, ...] = ()  # of the leading ones, which are full
+    part: bytes | None = None  # the digest of a part of the one after them
+    parent: bytes | None = None  # the digest before them
+    done: Prefilled | None = None  # goes to the router with all of the table; its handle names what is borrowed of it
+
+
 # ---- Migrators: from the router and the engines of the node, and among each other --------
 
 
 class Migrate(Message, frozen=True):
     """Router: bring a sequence's KV, which lies on your node, to the migrator `target`, which tells us.
 
-    `digests` are those of the leading full blocks, as far as they are known; `time_left_s` is told instead of a
-    deadline, since your clock may be another machine's.
+    Where KV is pruned the prefill gets it, and passes it on to its migrator with what it has packed.
     """
 
     request: str
     attempt: int
     handle: KVHandle
     target: str
-    digests: tuple[bytes, ...] = ()
+    digests: tuple[bytes, ...] = ()  # of the leading blocks, as far as they are known
     priority: Priority = "interactive"
-    time_left_s: float | None = None
+    time_left_s: float | None = None  # no deadline, since your clock may be another machine's
 
 
 class Announce(Message, frozen=True):
@@ -585,14 +599,11 @@ class Announce(Message, frozen=True):
 
 
 class DataPort(Message, frozen=True):
-    """Where KV for this migrator is sent, in the words of its data transport.
-
-    `connection` counts the connections that it had to you: at another one than you know, drop yours and connect anew.
-    """
+    """Where KV for this migrator is sent, in the words of its data transport."""
 
     transport: str
     address: bytes
-    connection: int = 0
+    connection: int = 0  # counts those that it had to you: at another than you know, drop yours and connect anew
 
 
 class Offer(Message, frozen=True):
@@ -604,6 +615,7 @@ class Offer(Message, frozen=True):
     num_tokens: int
     digests: tuple[bytes, ...] = ()
     priority: Priority = "interactive"
+    num_pruned: Annotated[int, Meta(ge=0)] = 0
 
 
 class Taken(Message, frozen=True):
@@ -663,7 +675,7 @@ Control: TypeAlias = (
     | Prefill | Decode | Pin | CopyOut | Release
     | Tokens | Rejected | Fleet | Surveyed
     | Migrate | Announce | Migrated | Stranded | DataPort | Offer | Taken | Ask | Grant | Stored | Abandon | Alive
-    | WantExtents | Extents | RecallExtents | ReturnExtents | Retired
+    | WantExtents | Extents | RecallExtents | ReturnExtents | Publish | Retired
     | DrainActor | Scale | StartEngines | EnginesStarted | Retire | Answered
 )  # fmt: skip
 
@@ -695,6 +707,6 @@ def decode(decoder: msgspec.msgpack.Decoder[T], frames: Sequence[bytes | memoryv
 
 def explain(error: Exception) -> str:
     """Put a msgspec error with the field first: `max_tokens: expected `int` >= 1`."""
-    what, _, place = str(error).partition(" - at `$")
+    what, _, place = str(error)[:MAX_REASON].partition(" - at `$")  # it may quote what came
     place = place.rstrip("`").lstrip(".").removeprefix("body.")
     return f"{place}: {what[:1].lower()}{what[1:]}" if place else f"malformed message: {what}"

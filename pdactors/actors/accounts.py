@@ -74,7 +74,11 @@ def is_clean(found: dict[str, Any]) -> bool:
 def _actor(report: Report) -> dict[str, Any]:
     blocks = report.load.blocks
     step = report.load.step_ms
-    moved = {"sequences": report.load.num_moved, "bytes": report.load.bytes_moved}
+    moved = {
+        "sequences": report.load.num_moved,
+        "pruned": report.load.num_pruned,
+        "bytes": report.load.bytes_moved,
+    }
     return {
         "name": report.name,
         "role": report.role,

@@ -85,7 +85,17 @@ class Answer:
         prompt, cached = self.prompt_use
         how = self.decode or NO_MOVE
         usage = Usage(prompt, self.num_tokens, cached)
-        return DoneEvent(self.id, finish, usage, self._timing(now), how.path, how.path_reason, how.codec, self.request)
+        return DoneEvent(
+            self.id,
+            finish,
+            usage,
+            self._timing(now),
+            how.path,
+            how.path_reason,
+            how.codec,
+            how.num_pruned,
+            self.request,
+        )
 
     def _emit(self, token: Token, tokenizer: Tokenizer, now: float) -> None:
         assert self._text is not None

@@ -34,7 +34,7 @@ def load(actor: EngineActor) -> Load:
         max_blocks=actor.extents.max_blocks(max(here, actor.spec.num_engines) + actor.spec.config.moves_kv),
         blocks=msgspec.structs.replace(actor.pool.account(), leased_in=len(borrowed)),
         step_ms=actor.steps.times(),
-        blocks_lacking=engine.blocks_lacking(),
+        blocks_lacking=actor.blocks_lacking(),
         prompt_tokens_computed=engine.num_computed,
         num_preempted=engine.num_preempted,
         prefill_use=prefill,
@@ -72,8 +72,14 @@ def token(actor: EngineActor, outcome: Outcome) -> Token:
         prefill = PrefillPart(sequence.num_cached, sequence.received_s, sequence.begin_s, now)
         actor.trail.note(sequence.request, "first token", now, None, sequence.attempt)
     elif index == 1 and sequence.handle is not None:
+        handle = sequence.handle
         decode = DecodePart(
-            sequence.path, sequence.sent_s, sequence.adopted_s, sequence.path_reason, sequence.handle.codec
+            sequence.path,
+            sequence.sent_s,
+            sequence.adopted_s,
+            sequence.path_reason,
+            handle.codec,
+            sequence.num_pruned,
         )
     return Token(
         sequence.request,
@@ -113,10 +119,9 @@ def report(actor: EngineActor, plain: Report) -> Report:
         actor.check()
     except InvariantError as error:
         faults.append(error.message)
-    sequences = (*actor.engine.running, *actor.engine.waiting)
     return msgspec.structs.replace(
         plain,
-        requests=tuple(s.request for s in sequences),
+        requests=actor.requests(),
         leases=lease_infos(actor, actor.loans),
         faults=tuple(faults),
     )

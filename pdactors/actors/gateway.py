@@ -52,16 +52,16 @@ from pdactors.messages import (
 )
 from pdactors.text.tokenizer import Tokenizer
 from pdactors.token_ids import TokenIds
-from pdactors.transport import Transport
+from pdactors.transport import Transport, transport_for
 
 if TYPE_CHECKING:
     from pdactors.actors.http.server import HttpServer
     from pdactors.observe.metrics import Metrics
 
 LONG_TEXT = 20_000  # characters that are tokenised aside, so that the loop goes on
+MAX_TEXT_ASIDE = 32 << 20  # characters that wait to be tokenised aside
 ROUTER_GRACE_S = 5.0  # what the router gets beyond a request's own limit to say that it is over
 ASK_TIMEOUT_S = 15.0  # more than a fork of an engine takes
-NUM_RECENT = 20  # requests that are listed
 LOOK_AGAIN_S = 0.5  # after a first finding, which may just be on its way back
 
 
@@ -74,12 +74,13 @@ class Gateway(Actor):
         self.tracer = Tracer(self)
         self.token = spec.config.security.client_token()
         self.tokenizer: Tokenizer | None = None
+        self._text_aside = 0
         self._questions: dict[int, asyncio.Future[Surveyed | Answered]] = {}
         self._num_questions = 0
         self._router_incarnation = 0
         self._news_s = 0.0  # when the router was last heard
         self._lines = LineServer(self)
-        self._clients = ClientServer(self, transport)
+        self._clients = ClientServer(self, transport_for("tcp://", spec.keys))  # not the thread of our own
         self._http: HttpServer | None = None
         self.metrics: Metrics | None = None  # nobody could read them without HTTP
         self.accept(Tokens, self._on_tokens, "prefill", "decode", "worker")
@@ -111,10 +112,10 @@ class Gateway(Actor):
     async def close(self) -> None:
         for answer in list(self.answers.values()):
             self._fail(answer, Overloaded("the cluster is shutting down", retry_after_s=5.0))
-        self._clients.close()
         await self._lines.close()
         if self._http is not None:
             await self._http.close()
+        self._clients.close()
 
     def welcomed(self, host: Member) -> None:
         """End what a lost router took with it; what decodes already goes on, since tokens do not pass the router."""
@@ -173,7 +174,11 @@ class Gateway(Actor):
             self._fail(answer, Overloaded("the cluster is shutting down", retry_after_s=5.0))
             return answer.request
         if len(body.prompt or "") > LONG_TEXT or body.messages:
-            self.spawn(self._submit_aside(answer))
+            if self._text_aside > MAX_TEXT_ASIDE:
+                self._fail(answer, Overloaded("too many prompts wait to be tokenised", retry_after_s=1.0))
+            else:
+                self._text_aside += body.num_characters
+                self.spawn(self._submit_aside(answer))
         else:
             self._forward(answer, lambda: self._tokenise(body))
         return answer.request
@@ -192,7 +197,7 @@ class Gateway(Actor):
             RequestTimeout: the router does not answer.
         """
         if what == "requests":
-            return {"requests": self.tracer.recent(NUM_RECENT)}
+            return {"requests": self.tracer.recent()}
         found = await self.survey()
         if what == "leaks":
             leaks = accounts.leaks(found)
@@ -254,6 +259,8 @@ class Gateway(Actor):
             self.log.exception("tokenising failed", request=answer.request)
             self._fail(answer, PDError(f"tokenising failed: {error}"))
             return
+        finally:
+            self._text_aside -= answer.body.num_characters
         if answer.request in self.answers:  # it may have been cancelled meanwhile
             self._forward(answer, lambda: prompt)
 
@@ -371,6 +378,7 @@ class Gateway(Actor):
             path=done.path,
             path_reason=done.path_reason,
             codec=done.codec,
+            pruned_tokens=done.pruned_tokens,
         )
         answer.sink(done)
 

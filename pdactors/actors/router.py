@@ -70,8 +70,13 @@ class Router(Actor):
                 policy=config.router.policy,
                 max_distance=config.router.max_distance,
                 transport=config.kv.transport,
-                overlaps=config.kv.overlap,
+                # which tokens stay is known at the end, and a store gets what is whole
+                overlaps=config.kv.overlap and not config.prunes and not config.has_store,
+                prunes=config.prunes,
                 data_transport=config.data_transport if config.moves_kv else "",
+                has_store=config.has_store,
+                has_backing=bool(config.mooncake),
+                layout=spec.layout.fingerprint,
             )
         )
         self.liveness = Liveness(config.router.dead_after_ms / 1000)
@@ -93,7 +98,7 @@ class Router(Actor):
         self.accept(Pinned, self._on_pinned, "migrator", *ENGINES)
         self.accept(Migrated, self._on_migrated, "migrator")
         self.accept(Stranded, self._on_stranded, "migrator")
-        self.accept(Prefilled, self._on_prefilled, "prefill")
+        self.accept(Prefilled, self._on_prefilled, "prefill", "migrator")
         self.accept(Adopted, self._on_adopted, "decode")
         self.accept(Finished, self._on_finished, *ENGINES)
         self.accept(Failed, self._on_failed, *ENGINES)
@@ -111,7 +116,7 @@ class Router(Actor):
             (me, *self.members.values()),
             len(self.dispatcher.requests),
             self._is_draining,
-            len(self.dispatcher.requests.queued),
+            self.dispatcher.requests.num_unplaced,
             self.clock(),
         )
         for name in self.members:
@@ -123,7 +128,7 @@ class Router(Actor):
 
     def load(self) -> Load:
         requests = self.dispatcher.requests.values()
-        return Load(running=len(requests), waiting=sum(r.stage in ("queued", "waiting") for r in requests))
+        return Load(running=len(requests), waiting=sum(r.stage in ("queued", "held", "waiting") for r in requests))
 
     async def close(self) -> None:
         self.beat()  # where the run ends, others hear of it
@@ -165,6 +170,7 @@ class Router(Actor):
         self.liveness.forget(member.name)
         self.clocks.forget(member.name)
         self.dismiss(member.name)
+        self.beat()  # first: whoever is told to do something in its stead knows that it is gone
         self._perform(self.dispatcher.lost(member.name, self.clock()))
 
     def _lose_node(self, node: str, reason: str) -> None:
@@ -316,7 +322,7 @@ class Router(Actor):
         self.dispatcher.cache_changed(sender.name, message)
 
     def _on_pinned(self, sender: Member, message: Pinned) -> None:
-        self._perform(self.dispatcher.pinned(sender.name, message))
+        self._perform(self.dispatcher.pinned(sender.name, message, self.clock()))
 
     def _on_prefilled(self, sender: Member, message: Prefilled) -> None:
         self._perform(self.dispatcher.prefilled(sender.name, message, self.clock()))

@@ -71,7 +71,7 @@ class Tracer:
         now_s = self._gateway.clock()
         return make_timeline(request, survey.reports, survey.clocks, survey.silent, now_s, time.time())
 
-    def recent(self, count: int) -> list[dict[str, Any]]:
+    def recent(self, count: int = 20) -> list[dict[str, Any]]:
         """Describe the last requests, the latest first."""
         latest = [*self._trail][: -count - 1 : -1]
         return [_summary(request, stamps) for request in latest if (stamps := self._trail.of(request)) is not None]

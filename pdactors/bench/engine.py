@@ -199,6 +199,14 @@ def decode_step(model: PagedModel, batch: int, context: int) -> Callable[[], obj
     return lambda: sample(model.forward(step), rows)
 
 
+def chunk_step(model: PagedModel, tokens: int, past: int) -> Callable[[], object]:
+    """Return a step that computes the `tokens` tokens of a prompt after its first `past` ones."""
+    (table,) = _bind(model, past + tokens, 1)
+    step = StepBatch([1] * tokens, range(past, past + tokens), [Span(0, tokens, past + tokens, table)], [tokens - 1])
+    rows = [SampleRow(Sampling(max_tokens=1), 0)]
+    return lambda: sample(model.forward(step), rows)
+
+
 def prompt(model: PagedModel, tokens: int) -> Callable[[], object]:
     (table,) = _bind(model, tokens, 1)
 

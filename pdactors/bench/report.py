@@ -47,7 +47,7 @@ def make_report(bench: ServeBench, records: Mapping[str, Sequence[Record]]) -> s
     check_plots()
     told = {name: [record for record in found if record.stamps] for name, found in records.items()}
     told = {name: found for name, found in told.items() if found}
-    plots = [
+    shown = [
         ("Between tokens: how many gaps were longer", _gaps_plot(told)),
         ("To the first token", _ttft_plot(told)),
         ("Requests a second, and in time", _goodput_plot(bench)),
@@ -56,14 +56,14 @@ def make_report(bench: ServeBench, records: Mapping[str, Sequence[Record]]) -> s
     ]
     head = "".join(f"<th>{html.escape(column)}</th>" for column in COLUMNS)
     body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows(bench))
-    figures = "".join(f"<h2>{html.escape(title)}</h2>{_svg(figure)}" for title, figure in plots if figure is not None)
+    figures = "".join(f"<h2>{html.escape(title)}</h2>{svg(figure)}" for title, figure in shown if figure is not None)
     items = "".join(f"<li>{html.escape(note)}</li>" for note in notes(bench))
     title = f"bench serve: {bench.model}, {bench.workload}"
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1>"
         f'<p class="verdict">{html.escape(bench.verdict)}</p>'
-        f"<p>{html.escape(bench.model)} in {html.escape(bench.dtype)} on {bench.cores} cores; "
+        f"<p>{html.escape(bench.model)} in {html.escape(bench.dtype)} on {html.escape(bench.place)}; "
         f"{html.escape(load_words(bench))}; seed {bench.seed}.</p>"
         f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
         f"<p>{html.escape(LEGEND)}.</p><ul>{items}</ul>{figures}</body></html>\n"
@@ -78,7 +78,7 @@ def _gaps_plot(records: Mapping[str, Sequence[Record]]) -> Figure | None:
     kinds = _kinds(records, lambda record: len(record.stamps) > 1)
     if not kinds:
         return None
-    figure, axes = _plots(len(kinds))
+    figure, axes = plots(len(kinds))
     for (kind, by_server), axis in zip(kinds.items(), axes, strict=True):
         for name, found in by_server.items():
             gaps = np.sort([gap for record in found for gap in itl_ms(record)])
@@ -92,7 +92,7 @@ def _ttft_plot(records: Mapping[str, Sequence[Record]]) -> Figure | None:
     kinds = _kinds(records, lambda record: True)
     if not kinds:
         return None
-    figure, axes = _plots(len(kinds))
+    figure, axes = plots(len(kinds))
     for (kind, by_server), axis in zip(kinds.items(), axes, strict=True):
         for name, found in by_server.items():
             times = np.sort([max(ttft_ms(record), 0.1) for record in found])
@@ -106,7 +106,7 @@ def _goodput_plot(bench: ServeBench) -> Figure | None:
     found = {name: result.overall for name, result in bench.servers.items() if result.overall is not None}
     if not found:
         return None
-    figure, (axis,) = _plots(1)
+    figure, (axis,) = plots(1)
     places = np.arange(len(found))
     axis.bar(places - 0.2, [figures.requests_s for figures in found.values()], 0.4, label="completed")
     axis.bar(places + 0.2, [figures.goodput_s for figures in found.values()], 0.4, label="in time (goodput)")
@@ -124,7 +124,7 @@ def _busy_plot(bench: ServeBench) -> Figure | None:
     }
     if not shares:
         return None
-    figure, (axis,) = _plots(1, width=max(WIDTH, 1.1 * len(shares)))
+    figure, (axis,) = plots(1, width=max(WIDTH, 1.1 * len(shares)))
     axis.bar(range(len(shares)), list(shares.values()))
     axis.set(ylabel="cores busy")
     axis.set_xticks(range(len(shares)), list(shares), fontsize=8)
@@ -136,7 +136,7 @@ def _tries_plot(bench: ServeBench) -> Figure | None:
     tries = {name: sorted(found, key=lambda one: one.rate) for name, found in tries.items() if found}
     if not tries:
         return None
-    figure, (axis,) = _plots(1)
+    figure, (axis,) = plots(1)
     for name, found in tries.items():
         axis.plot([one.rate for one in found], [one.slo_share for one in found], marker="o", label=name)
     axis.axhline(bench.objective.share, color="gray", linestyle=":")
@@ -156,7 +156,8 @@ def _kinds(
     return dict(sorted(kinds.items()))
 
 
-def _plots(count: int, *, width: float = WIDTH) -> tuple[Figure, list[Axes]]:
+def plots(count: int, *, width: float = WIDTH) -> tuple[Figure, list[Axes]]:
+    """Return a figure with so many axes side by side."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width * count, HEIGHT), layout="constrained")
@@ -177,7 +178,7 @@ def _by_decades(axis: Axes) -> None:
     axis.legend()
 
 
-def _svg(figure: Figure) -> str:
+def svg(figure: Figure) -> str:
     """Return the figure as an element that stands in a page."""
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None})

@@ -96,3 +96,9 @@ class ServeBench(Struct, frozen=True):
     cores: int
     servers: dict[str, ServerResult]
     verdict: str
+    simulated: str = ""  # what stood in for this machine; "" for a real run
+
+    @property
+    def place(self) -> str:
+        """Where it was measured, in words."""
+        return f"simulated {self.simulated}" if self.simulated else f"{self.cores} cores"

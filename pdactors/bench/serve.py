@@ -38,7 +38,7 @@ from pdactors.kernels import warm
 from pdactors.text.tokenizer import Tokenizer
 
 COMPILE_TIMEOUT_S = 600.0
-MODES: tuple[Mode, ...] = ("colocated", "chunked", "disaggregated")
+MODES: tuple[Mode, ...] = ("colocated", "chunked", "disaggregated", "kvstore")
 Open = Callable[[], AbstractContextManager[Site]]
 
 
@@ -53,12 +53,13 @@ class Traffic:
     objective: Objective = field(default_factory=Objective)
     rounds: int = 1
     seed: int = 1
+    kind: Kind | None = None  # instead of a workload by name
 
     @property
     def name(self) -> str:
         """What it is called in results."""
         if self.trace is None:
-            return self.workload
+            return self.workload if self.kind is None else self.kind.name
         return f"{self.trace.name}, lengths divided by {self.scale:g}"
 
     def check(self) -> None:
@@ -73,6 +74,8 @@ class Traffic:
     @property
     def mix(self) -> tuple[Kind, ...]:
         """The kinds that it is made of; for a trace, what to warm up with."""
+        if self.kind is not None:
+            return (self.kind,)
         return WORKLOADS[self.workload] if self.trace is None else (CHAT,)
 
 
@@ -148,7 +151,7 @@ def _clusters(
     longest = 0 if traffic.trace is not None else max(kind.most_tokens for kind in traffic.mix)
     if longest > base.model.max_model_len:
         raise ConfigError(
-            f"model.max_model_len = {base.model.max_model_len}: requests of workload {traffic.workload} take {longest}"
+            f"model.max_model_len = {base.model.max_model_len}: requests of workload {traffic.name} take {longest}"
         )
     openers: dict[str, Open] = {}
     for mode in modes:

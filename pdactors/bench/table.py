@@ -36,7 +36,7 @@ def notes(bench: ServeBench) -> list[str]:
         if result.error is not None:
             found.append(f"{name}: {result.error}")
     runs = [run.generator for result in bench.servers.values() for run in result.rounds]
-    if runs:
+    if runs and not bench.simulated:
         found.append(
             f"generator: busy {max(run.busy_share for run in runs):.0%} of a core at most, sent at most "
             f"{max(run.late_ms_p99 for run in runs):.1f} ms late (P99)"

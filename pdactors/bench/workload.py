@@ -46,6 +46,19 @@ WORKLOADS: dict[str, tuple[Kind, ...]] = {
 }
 
 
+def lengths(text: str) -> Kind:
+    """Read `PROMPT:ANSWER`, each a number of tokens or `FEWEST-MOST`; raises ValueError that says what is wrong."""
+    parts = [part.split("-") for part in text.split(":")]
+    if len(parts) != 2 or not all(
+        len(part) in (1, 2) and all(n.isascii() and n.isdecimal() for n in part) for part in parts
+    ):
+        raise ValueError(f"{text!r}: write PROMPT:ANSWER in tokens, as in 1000:200 or 64-499:2000-10000")
+    prompt, answer = ((int(part[0]), int(part[-1])) for part in parts)
+    if not (1 <= prompt[0] <= prompt[1] and 1 <= answer[0] <= answer[1]):
+        raise ValueError(f"{text!r}: numbers of tokens are at least 1, the fewest first")
+    return Kind(text, prompt, answer)
+
+
 def make_requests(mix: Sequence[Kind], vocabulary: Sequence[int], seed: str) -> Iterator[Request]:
     """Yield requests without end: each run of `len(mix)` of them is the mix in a new order. No two prompts are alike.
 

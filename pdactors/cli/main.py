@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from pdactors.cli.conceal import conceal
 from pdactors.errors import PDError
 from pdactors.version import VERSION
 
@@ -23,8 +24,12 @@ COMMANDS = {
     "verify": ("pdactors.cli.verify", "Compare greedy tokens with transformers, token by token."),
     "leaks": ("pdactors.cli.leaks", "Look for leases, blocks and processes that are held for nobody."),
     "bench": ("pdactors.cli.bench", "Measure, each figure beside its reference."),
+    "calibrate": ("pdactors.cli.calibrate", "Measure what steps and transfers cost here, for `simulate`."),
+    "simulate": ("pdactors.cli.simulate", "Predict what `bench serve` would measure."),
+    "plan": ("pdactors.cli.plan", "Find the cheapest cluster that holds a rate within an objective."),
     "model": ("pdactors.cli.model", "Fetch and list models."),
     "config": ("pdactors.cli.config", "Show the effective cluster file."),
+    "keys": ("pdactors.cli.keys", "Make keys and tokens for a cluster that others can reach."),
 }
 
 
@@ -46,6 +51,7 @@ class LazyGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Turn our errors into one line and exit status 1; click's own usage errors exit with 2."""
+        conceal(sys.argv)
         try:
             return super().invoke(ctx)
         except PDError as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from pdactors.cli.options import cluster_options, zmq_address
+from pdactors.cli.options import cluster_options, connect
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -48,10 +48,9 @@ def command(
         raise click.UsageError(f"{output}: the name must end in {' or '.join(FORMS)}")
     from rich.console import Console
 
-    from pdactors.client import Client
     from pdactors.observe.timeline import Timeline
 
-    with Client(zmq_address(zmq, ready_file), token=token) as client:
+    with connect(zmq, ready_file, token) as client:
         found = {"requests": client.requests()} if lists else client.trace(request or "")
     if as_json:
         click.echo(json.dumps(found))

@@ -6,6 +6,7 @@ QUEUED --place--> PREFILLING --prefilled--> WAITING --decode has room--> ADOPTIN
  |  +--prefill lost-|----+-------------------+----------------------+      any stage: finished, failed, cancelled,
  |                  |                                                                  timed out -> gone
  +-----> PINNING ---+  others lend the prompt's beginning (and back to QUEUED when the prefill is lost)
+ +-----> HELD, while another request computes the prompt's beginning for the store, and back to QUEUED
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ MAX_MOVES = 100_000  # that are kept for someone to drain
 
 class Stage(StrEnum):
     QUEUED = "queued"
+    HELD = "held"
     PINNING = "pinning"
     PREFILLING = "prefilling"
     WAITING = "waiting"
@@ -36,7 +38,8 @@ class Stage(StrEnum):
 
 
 _LEGAL = {
-    Stage.QUEUED: {Stage.PINNING, Stage.PREFILLING},
+    Stage.QUEUED: {Stage.HELD, Stage.PINNING, Stage.PREFILLING},
+    Stage.HELD: {Stage.QUEUED},
     Stage.PINNING: {Stage.PREFILLING, Stage.QUEUED},
     Stage.PREFILLING: {Stage.WAITING, Stage.QUEUED},
     Stage.WAITING: {Stage.ADOPTING, Stage.MIGRATING, Stage.QUEUED},
@@ -45,6 +48,8 @@ _LEGAL = {
     Stage.DECODING: set[Stage](),
 }
 
+_UNPLACED = {Stage.QUEUED, Stage.HELD}
+_COMPUTING = {Stage.PINNING, Stage.PREFILLING}
 _AT_DECODE = {Stage.MIGRATING, Stage.ADOPTING, Stage.DECODING}
 
 
@@ -59,7 +64,8 @@ class Request:
     keys: PrefixKeys  # by which what is cached of the prompt is found
     attempt: int = 1
     stage: Stage = Stage.QUEUED
-    prefill: str = ""
+    leader: str = ""  # the request that it is held for
+    prefill: str = ""  # who computes the prompt, and then who holds its KV
     decode: str = ""
     planned: str = ""  # the decode engine that was chosen early, since KV has to move there; it keeps a place
     prefilled: Prefilled | None = None
@@ -70,6 +76,7 @@ class Request:
     pins: dict[int, str] = field(default_factory=dict)  # first block -> owner asked to lend, that has not answered
     prefix: list[Segment] = field(default_factory=list)  # what owners lend for the prefill
     prefix_tokens: int = 0  # where that and what the prefill has itself end
+    pull: tuple[str, ...] = ()  # the migrators that bring it from another node
     pinned_s: float = 0.0  # when they were asked
     is_copied: bool = False  # the decode engine was told to read copies of its own
     holders: set[str] = field(default_factory=set)
@@ -142,7 +149,8 @@ class RequestTable(Mapping[str, Request]):
 
     def __init__(self) -> None:
         self.queued = Queue()
-        self.waiting: dict[str, Queue] = {}  # by the prefill engine that holds the KV
+        self.held: dict[str, Queue] = {}  # by the request that they wait for
+        self.waiting: dict[str, Queue] = {}  # by who holds the KV
         self.assigned: dict[str, Assigned] = {}
         self.under_way: dict[str, dict[str, frozenset[bytes]]] = {}  # engine -> request -> digests that it computes
         self._requests: dict[str, Request] = {}
@@ -157,6 +165,11 @@ class RequestTable(Mapping[str, Request]):
     def __len__(self) -> int:
         return len(self._requests)
 
+    @property
+    def num_unplaced(self) -> int:
+        """Requests that no engine has taken."""
+        return len(self.queued) + sum(map(len, self.held.values()))
+
     def add(self, request: Request) -> None:
         """Take a new request in; its id is not in the table."""
         self._requests[request.ask.request] = request
@@ -168,6 +181,12 @@ class RequestTable(Mapping[str, Request]):
         del self._requests[request.ask.request]
         self._leave(request)
         self._note(request, "", why)
+        self._follow(request)
+
+    def hold(self, request: Request, leader: Request) -> None:
+        """Keep a queued request until the leader's prompt is computed, or is not going to be."""
+        request.leader = leader.ask.request
+        self.move(request, Stage.HELD)
 
     def drain_moves(self) -> list[Move]:
         """Return what has moved since the last call, in order."""
@@ -188,6 +207,8 @@ class RequestTable(Mapping[str, Request]):
     def move(self, request: Request, stage: Stage, engine: str = "", why: str = "") -> None:
         """Change the stage; `engine` takes the request from PINNING, PREFILLING, MIGRATING or ADOPTING on.
 
+        From WAITING on it is the store that holds the KV, if one does, and not the engine that computed it.
+
         Raises:
             InvariantError: the automaton above has no such arrow.
         """
@@ -201,14 +222,19 @@ class RequestTable(Mapping[str, Request]):
             request.num_cached = 0
             request.pins.clear()
             request.prefix.clear()
+            request.pull = ()
         elif stage in (Stage.PINNING, Stage.PREFILLING):
             request.prefill = engine
+        elif stage == Stage.WAITING:
+            request.prefill = engine or request.prefill
         elif stage in _AT_DECODE:
             request.decode = engine or request.decode
         if engine:
             request.holders.add(engine)
         self._enter(request)
         self._note(request, stage, why)
+        if stage not in _COMPUTING:
+            self._follow(request)
 
     def check(self) -> None:
         """Hold the table against itself.
@@ -223,15 +249,18 @@ class RequestTable(Mapping[str, Request]):
                 raise InvariantError(f"request {request.ask.request} is filed under {name}")
             if (stage == Stage.WAITING or stage in _AT_DECODE) != (request.prefilled is not None):
                 raise InvariantError(f"request {name} is {stage} with the hand-over {request.prefilled}")
-            if (stage == Stage.QUEUED) == bool(request.engine):
+            if (stage in _UNPLACED) == bool(request.engine):
                 raise InvariantError(f"request {name} is {stage} at {request.engine or 'no engine'}")
             if request.engine and request.engine not in request.holders:
                 raise InvariantError(f"request {name} is at {request.engine}, which is not among its holders")
-            if (stage == Stage.PINNING) != bool(request.pins):
+            if (stage == Stage.PINNING) != bool(request.pins) or (request.pull and stage != Stage.PINNING):
                 raise InvariantError(f"request {name} is {stage} and waits for {request.pins}")
+            if stage == Stage.HELD and self._requests[request.leader].stage not in _COMPUTING:
+                raise InvariantError(f"request {name} is held for {request.leader}, which computes nothing")
             fresh.add(request)
         for what, ours, theirs in (
             ("queued", self.queued._ranks, fresh.queued._ranks),
+            ("held", _ranks(self.held), _ranks(fresh.held)),
             ("waiting", _ranks(self.waiting), _ranks(fresh.waiting)),
             ("assigned", self.assigned, fresh.assigned),
             ("under way", self.under_way, fresh.under_way),
@@ -243,22 +272,29 @@ class RequestTable(Mapping[str, Request]):
         self._moves.append(Move(request.ask.request, request.attempt, stage, request.engine, why))
 
     def _enter(self, request: Request) -> None:
+        if request.stage not in _UNPLACED:
+            self._count(request, 1)
         if request.stage == Stage.QUEUED:
             self.queued.add(request)
-            return
-        self._count(request, 1)
-        if request.stage == Stage.WAITING:
+        elif request.stage == Stage.HELD:
+            self.held.setdefault(request.leader, Queue()).add(request)
+        elif request.stage == Stage.WAITING:
             self.waiting.setdefault(request.prefill, Queue()).add(request)
 
     def _leave(self, request: Request) -> None:
+        if request.stage not in _UNPLACED:
+            self._count(request, -1)
         if request.stage == Stage.QUEUED:
             self.queued.remove(request)
-            return
-        self._count(request, -1)
-        if request.stage == Stage.WAITING:
-            self.waiting[request.prefill].remove(request)
-            if not self.waiting[request.prefill]:
-                del self.waiting[request.prefill]
+        elif request.stage == Stage.HELD:
+            _take(self.held, request.leader, request)
+        elif request.stage == Stage.WAITING:
+            _take(self.waiting, request.prefill, request)
+
+    def _follow(self, leader: Request) -> None:
+        """Queue those again that were held for a request: it computes nothing any more."""
+        while leader.ask.request in self.held:
+            self.move(self.held[leader.ask.request].first, Stage.QUEUED)
 
     def _count(self, request: Request, sign: int) -> None:
         """Account a request to its engine; one that waits for decode keeps its place at the prefill engine."""
@@ -281,6 +317,12 @@ class RequestTable(Mapping[str, Request]):
         if not assigned.num_requests:
             del self.assigned[engine]
         return assigned
+
+
+def _take(queues: dict[str, Queue], name: str, request: Request) -> None:
+    queues[name].remove(request)
+    if not queues[name]:
+        del queues[name]
 
 
 def _ranks(queues: Mapping[str, Queue]) -> dict[str, list[tuple[bool, int]]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from pdactors.cli.bench_serve import WORKLOADS, _load, _objective
 from pdactors.cli.main import main
+from pdactors.cli.traffic import WORKLOADS, _load_of, objective
 
 
 @pytest.mark.parametrize(
@@ -41,12 +41,12 @@ def test_wrong_options_are_refused_before_anything_runs(arguments, part):
     assert part in " ".join(result.stderr.split())
 
 
-def test_a_mode_that_is_not_there_yet_is_refused(tiny_model):
-    result = CliRunner().invoke(
-        main, ["bench", "serve", "--modes", "kvstore", "--set", f"model.path={tiny_model}", "--set", "kv.memory=8MiB"]
-    )
+def test_what_is_not_there_yet_is_refused(tiny_model):
+    sets = [f"model.path={tiny_model}", "kv.memory=8MiB", "kv.transport=cuda_ipc"]
+    arguments = [part for value in sets for part in ("--set", value)]
+    result = CliRunner().invoke(main, ["bench", "serve", "--modes", "kvstore", *arguments])
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "kvstore" in result.stderr
+    assert "cuda_ipc" in result.stderr
 
 
 def test_requests_that_do_not_fit_the_model_are_refused(tiny_model):
@@ -64,8 +64,8 @@ def test_a_file_that_is_no_trace_is_refused_by_line(tiny_model):
 
 
 def test_the_objective_keeps_what_is_left_out():
-    assert _objective(None, None, "").ttft_ms == 2000.0
-    found = _objective(None, None, " ttft_ms = 500, share=0.9")
+    assert objective(None, None, "").ttft_ms == 2000.0
+    found = objective(None, None, " ttft_ms = 500, share=0.9")
     assert (found.ttft_ms, found.tpot_ms, found.share) == (500.0, 150.0, 0.9)
 
 
@@ -82,7 +82,7 @@ def test_the_objective_keeps_what_is_left_out():
 )
 def test_what_is_left_out_of_the_load_has_a_default(given, rate, seconds, requests):
     nothing = dict.fromkeys(("rate", "concurrency", "seconds", "requests", "trace"))
-    load = _load({**nothing, "find_max_rate": False, **given})
+    load = _load_of({**nothing, "find_max_rate": False, **given})
     assert (load.rate, load.seconds, load.requests) == (rate, seconds, requests)
 
 

@@ -95,8 +95,10 @@ def test_the_documented_file_names_every_key_but_the_optional_ones() -> None:
         "cluster.drain_s",
         "kv.damage_every",
         "kv.overlap",
+        "kv.store_memory",
         "engine.stamp_tokens",
         "security.token_file",
+        "security.join_token_file",
         "security.key_dir",
         "node.workers",
     }
@@ -267,7 +269,7 @@ def test_show_explains_every_key_and_says_what_differs_from_the_default() -> Non
         'memory = "1GiB"  # per node and device: "2GiB", "512MiB", "1.5GB", or a number of bytes; default "2GiB"'
         in (lines)
     )
-    assert "curve = false  # CURVE on every ZeroMQ socket" in lines
+    assert "overlap = true  # send the KV of finished prompt chunks while later ones are computed" in lines
     assert all("  # " in line for line in lines if "=" in line.split("#")[0])
 
 

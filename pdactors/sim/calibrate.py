@@ -1,0 +1,255 @@
+"""`calibrate`: measures this machine's engine, processes and transports, and makes a cost model of them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import numpy as np
+
+from pdactors.bench.engine import chunk_step, decode_step, time_ms
+from pdactors.bench.figures import itl_ms, ttft_ms
+from pdactors.bench.line_target import LineTarget
+from pdactors.bench.load import Record, closed_loop
+from pdactors.bench.wire import compare
+from pdactors.bench.workload import CHAT, LONG, Kind, Request, make_requests
+from pdactors.client import launch
+from pdactors.config.cluster import ClusterConfig
+from pdactors.config.load import load
+from pdactors.engine import store
+from pdactors.engine.load import load_model, why_not_lean
+from pdactors.engine.manifest import Progress, silent
+from pdactors.engine.model import PagedModel
+from pdactors.engine.shape import ModelShape
+from pdactors.errors import ConfigError, PDError
+from pdactors.kv.codec import CodecName, decode, encode, encoded_bytes
+from pdactors.policy.codec_choice import CodecCost
+from pdactors.sim.cost import CostModel, Crowd, Curve, StepWork
+from pdactors.sim.hardware import HARDWARE, Link, Links
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+BATCHES = (1, 2, 4, 8, 16, 32)
+CONTEXTS = (64, 1024)
+PAST = 1536  # of the chunk that tells what attention costs
+PATIENCE_S = 120.0
+CODEC_BLOCKS = 16
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What steps cost in a process that does nothing else."""
+
+    body: Curve
+    head: Curve
+    kv_token_s: float
+    pair_s: float
+
+
+def calibrate(
+    file: Path | None, *, sets: Sequence[str] = (), rounds: int = 5, progress: Progress = silent
+) -> CostModel:
+    """Measure what the engines of a cluster file's first node cost on this machine; takes a few minutes.
+
+    Steps are timed in this process, then small clusters are started: one worker tells what a step takes besides, two
+    how they slow each other, a prefill and a decode engine what a message takes.
+
+    Raises:
+        ConfigError: the cluster file is wrong.
+        PDError: a cluster does not start, or fails a request.
+    """
+    config = load(file, sets=sets)
+    folder = store.resolve(config.model.path, fetch=True, progress=progress)
+    shape = ModelShape.read(folder)
+    block_tokens = config.kv.block_tokens
+    is_lean = not why_not_lean(folder, shape, config.model.dtype, block_tokens)
+    threads = max(1, config.node[0].threads)
+    model = load_model(folder, config.model.dtype, threads=threads, way="lean" if is_lean else None)
+    steps = measure_steps(model, rounds, progress)
+    codecs = measure_codecs(model, block_tokens)
+    model.close()
+    bare = CostModel(
+        name=f"this machine, {model.description}",
+        model=config.model.path,
+        dtype=config.model.dtype,
+        body=steps.body,
+        head=steps.head,
+        kv_token_s=steps.kv_token_s,
+        pair_s=steps.pair_s,
+        sequence_s=0.0,
+        step_s=0.0,
+        links=measure_links(progress),
+        control_s=0.0,
+        codecs=codecs,
+    )
+    return measure_processes(bare, file, [*sets, *_one_node(config)], shape.vocab_size, rounds, progress)
+
+
+# ---- Steps --------
+
+
+def measure_steps(model: PagedModel, rounds: int, progress: Progress = silent) -> Steps:
+    """Time decode steps and chunks of prompts, and split them into what the formula of `cost` has."""
+    actions: dict[tuple[str, int, int], Callable[[], object]] = {}
+    seconds: dict[tuple[str, int, int], float] = {}
+    wanted = [("chunk", rows, 0) for rows in ROWS] + [("chunk", ROWS[-1], PAST)]
+    wanted += [("decode", batch, context) for batch in BATCHES for context in CONTEXTS]
+    for done, (kind, count, context) in enumerate(wanted):
+        progress("steps", done, len(wanted))
+        make = chunk_step if kind == "chunk" else decode_step
+        action = actions[kind, count, context] = make(model, count, context)
+        action()
+        seconds[kind, count, context] = statistics.median(time_ms(action) for _ in range(rounds)) / 1000
+        model.unbind()
+    return fit_steps(seconds)
+
+
+def fit_steps(seconds: dict[tuple[str, int, int], float]) -> Steps:
+    """Split measured steps: the slope over the context, the slope over pairs, and what is left over rows and logits."""
+    low, high = CONTEXTS
+    gains = [
+        (batch * (high - low), seconds["decode", batch, high] - seconds["decode", batch, low]) for batch in BATCHES
+    ]
+    kv_token_s = max(0.0, sum(x * y for x, y in gains) / sum(x * x for x, _ in gains))
+    last = ROWS[-1]
+    pair_s = max(0.0, (seconds["chunk", last, PAST] - seconds["chunk", last, 0]) / (last * PAST))
+    body = [(float(rows), seconds["chunk", rows, 0] - pair_s * rows * (rows + 1) / 2) for rows in ROWS]
+    body = _rising(body)
+    curve = Curve(tuple(body))
+    head = [(1.0, 0.0)]
+    for batch in BATCHES[1:]:
+        left = statistics.mean(seconds["decode", batch, c] - kv_token_s * batch * c for c in CONTEXTS)
+        head.append((float(batch), max(0.0, left - curve.at(batch))))
+    return Steps(curve, Curve(tuple(_rising(head))), kv_token_s, pair_s)
+
+
+def _rising(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """More never takes less: what noise says otherwise is levelled."""
+    levels = np.maximum.accumulate([seconds for _, seconds in points])
+    return [(count, round(float(level), 9)) for (count, _), level in zip(points, levels, strict=True)]
+
+
+def measure_codecs(model: PagedModel, block_tokens: int) -> dict[CodecName, CodecCost]:
+    """Time the codecs on blocks of the model."""
+    layout = model.layout_for(block_tokens)
+    costs: dict[CodecName, CodecCost] = {}
+    for name in get_args(CodecName):
+        blocks = np.ones((CODEC_BLOCKS, layout.block_bytes), np.uint8)
+        frames = np.ones((CODEC_BLOCKS, encoded_bytes(name, layout)), np.uint8)
+        actions = partial(encode, name, layout, blocks, frames), partial(decode, name, layout, frames, blocks)
+        for action in actions:
+            action()  # compiles
+        speeds = [1000 * blocks.nbytes / min(time_ms(action) for _ in range(5)) for action in actions]
+        costs[name] = CodecCost(encoded_bytes(name, layout) / layout.block_bytes, *speeds)
+    return costs
+
+
+def measure_links(progress: Progress = silent) -> Links:
+    """Measure UCX between two processes here; where it cannot be had, the CPU's data sheet stands."""
+    progress("transport", 0, 0)
+    try:
+        rate = compare(num_transfers=30, rounds=1).gb_s * 1e9
+    except PDError:
+        return HARDWARE["cpu"].links
+    link = Link(rate, 2e-4)
+    return Links(link, link, link, 10 * rate)
+
+
+# ---- Processes --------
+
+
+def measure_processes(
+    bare: CostModel, file: Path | None, sets: Sequence[str], vocab_size: int, rounds: int, progress: Progress = silent
+) -> CostModel:
+    """Start small clusters, and find what steps and requests take there beyond what `bare` says."""
+    ask = _Asker(file, tuple(sets), vocab_size, rounds, progress)
+    one = ask("cluster.mode=chunked", "node.0.workers=1", loads=((CHAT, 1), (CHAT, 8), (LONG, 1)))
+    two = ask("cluster.mode=chunked", "node.0.workers=2", loads=((CHAT, 2), (LONG, 2)))
+    apart = ask("cluster.mode=disaggregated", "node.0.prefill=1", "node.0.decode=1", loads=((CHAT, 1),))
+    return fit_processes(bare, *one, *two, *apart)
+
+
+def fit_processes(
+    bare: CostModel,
+    alone: list[Record],
+    eight: list[Record],
+    long: list[Record],
+    pair: list[Record],
+    long_pair: list[Record],
+    apart: list[Record],
+) -> CostModel:
+    """Say what the records of those loads mean for the costs that a bare step does not show."""
+    context = statistics.mean(record.prompt_tokens + record.num_tokens / 2 for record in alone)
+    left = []
+    for records, batch in ((alone, 1), (eight, 8)):
+        work = StepWork(batch, batch, round(batch * context), 0.0, batch)
+        left.append(_gap_s(records) - bare.step(work))
+    sequence_s = max(0.0, (left[1] - left[0]) / 7)
+    step_s = max(0.0, left[0] - sequence_s)
+    control_s = max(1e-5, (_first_gap_s(apart) - _gap_s(apart)) / 2)
+    tokens = round(statistics.mean(record.prompt_tokens for record in alone))
+    prompt_s = bare.step(StepWork(tokens, 1, 0, tokens * (tokens + 1) / 2, 1)) + step_s + sequence_s
+    request_s = max(0.0, _ttft_s(alone) - prompt_s - 3 * control_s)
+    crowd = Crowd(
+        decode=round(max(0.0, _gap_s(pair) / _gap_s(alone) - 1), 4),
+        prompt=round(max(0.0, _ttft_s(long_pair) / _ttft_s(long) - 1), 4),
+    )
+    return msgspec.structs.replace(
+        bare, sequence_s=sequence_s, step_s=step_s, control_s=control_s, request_s=request_s, crowd=crowd
+    )
+
+
+@dataclass(frozen=True)
+class _Asker:
+    """Starts a cluster and puts closed loops of requests to it, one after the other."""
+
+    file: Path | None
+    sets: tuple[str, ...]
+    vocab_size: int
+    rounds: int
+    progress: Progress
+
+    def __call__(self, *sets: str, loads: Sequence[tuple[Kind, int]]) -> list[list[Record]]:
+        self.progress(f"cluster: {', '.join(sets)}", 0, 0)
+        with launch(self.file, sets=[*self.sets, *sets]) as cluster:
+            return [asyncio.run(self._put(cluster.tcp, kind, concurrency)) for kind, concurrency in loads]
+
+    async def _put(self, address: str, kind: Kind, concurrency: int) -> list[Record]:
+        made = make_requests((kind,), range(self.vocab_size // 2, self.vocab_size), f"calibrate {kind.name}")
+        count = max(self.rounds, 2) * concurrency
+        async with LineTarget.connect(address) as target:
+            await closed_loop(target, _some(made, concurrency), concurrency, patience_s=PATIENCE_S)
+            records = await closed_loop(target, _some(made, count), concurrency, patience_s=PATIENCE_S)
+        if failed := [record for record in records if record.error is not None]:
+            raise PDError(f"a request of the calibration failed: {failed[0].reason}")
+        return records
+
+
+def _some(made: Iterator[Request], count: int) -> list[Request]:
+    return list(itertools.islice(made, count))
+
+
+def _one_node(config: ClusterConfig) -> list[str]:
+    """Return what makes one node on free local ports of a cluster file."""
+    if len(config.node) > 1:
+        raise ConfigError("calibrate needs a file with one [[node]]: it measures the engines of one machine")
+    return ["listen.tcp=127.0.0.1:0", "listen.zmq=tcp://127.0.0.1:0", "listen.http="]
+
+
+def _gap_s(records: Sequence[Record]) -> float:
+    """The median gap between tokens, without the first, which is the hand-over's."""
+    return statistics.median(gap for record in records for gap in itl_ms(record)[1:]) / 1000
+
+
+def _first_gap_s(records: Sequence[Record]) -> float:
+    return statistics.median(itl_ms(record)[0] for record in records) / 1000
+
+
+def _ttft_s(records: Sequence[Record]) -> float:
+    return statistics.median(map(ttft_ms, records)) / 1000
