@@ -93,7 +93,7 @@ async def served(gateway: FakeGateway) -> AsyncIterator[tuple[ClientServer, Peer
         listening.setblocking(False)
         address = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
         transport = transport_for(address)
-        server = ClientServer(gateway, transport)  # type: ignore[arg-type]
+        server = ClientServer(gateway)  # type: ignore[arg-type]
         server.start(address, listening.fileno())
         yield server, Peer(transport, address)
         server.close()
