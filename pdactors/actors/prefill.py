@@ -72,19 +72,14 @@ class PrefillActor(EngineActor):
         The last chunk goes with the hand-over, so that nothing can be complete before the router knows of it.
         """
         for sequence in sequences:
-            if not sequence.ship_to or sequence.tokens or sequence not in self.engine.running:
-                continue
-            start, stop = sequence.num_announced, sequence.num_stored // self.spec.layout.block_tokens
-            while start < stop and sequence.blocks[start] in sequence.borrowed:
-                start += 1
-            blocks = tuple(sequence.blocks[start:stop])
-            if not blocks:
+            start, blocks = sequence.unannounced(self.spec.layout.block_tokens)
+            if not blocks or sequence not in self.engine.running:
                 continue
             try:
                 lease = self.loans.lend(sequence.key, blocks, self.clock())
             except Overloaded:  # they go with the rest
                 continue
-            sequence.num_announced = stop
+            sequence.num_announced = start + len(blocks)
             self.trail.note(sequence.request, "announced", self.clock(), None, sequence.attempt, blocks=len(blocks))
             self.tell(
                 self.migrator,

@@ -6,7 +6,7 @@ from collections import abc
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from pdactors.messages import KVHandle, Lease, Path, Sampling, Segment
+from pdactors.messages import Decode, KVHandle, Lease, Path, Prefill, Sampling, Segment
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +49,36 @@ class Sequence:
     begin_s: float = 0.0
     sent_s: float = 0.0
     adopted_s: float = 0.0
+
+    @classmethod
+    def to_compute(cls, message: Prefill) -> Sequence:
+        """Make the sequence of a prompt that is to be computed; what is lent of it is not borrowed yet."""
+        return cls(
+            message.request,
+            message.attempt,
+            message.prompt,
+            message.sampling,
+            is_urgent=message.priority == "interactive",
+            saves_kv=message.save_final_kv,
+            ship_to=message.ship_to,
+        )
+
+    @classmethod
+    def to_adopt(cls, message: Decode) -> Sequence:
+        """Make the sequence of a prompt that another engine has computed; its KV is not borrowed yet."""
+        return cls(
+            message.request,
+            message.attempt,
+            message.prompt,
+            message.sampling,
+            is_urgent=message.priority == "interactive",
+            saves_kv=message.save_final_kv,
+            handle=message.handle,
+            path=message.path,
+            path_reason=message.path_reason,
+            tokens=[message.first_token],
+            num_pruned=message.handle.num_pruned,
+        )
 
     @property
     def key(self) -> tuple[str, int]:
@@ -93,6 +123,18 @@ class Sequence:
     def num_slots(self, num_tokens: int) -> int:
         """Return how many slots of the table the first `num_tokens` tokens take, the prompt at least."""
         return num_tokens - self.num_pruned
+
+    def unannounced(self, block_tokens: int) -> tuple[int, tuple[int, ...]]:
+        """Return the full blocks of the table that were not announced, without borrowed ones, and the first's index.
+
+        There are none where nobody waits for them, or the prompt is complete: its last blocks go with the hand-over.
+        """
+        start, stop = self.num_announced, self.num_stored // block_tokens
+        if not self.ship_to or self.tokens:
+            return start, ()
+        while start < stop and self.blocks[start] in self.borrowed:
+            start += 1
+        return start, tuple(self.blocks[start:stop])
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Return known tokens `start .. stop`."""

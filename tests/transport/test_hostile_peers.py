@@ -12,23 +12,13 @@ from typing import Any
 
 import psutil
 import pytest
+from inbox import Inbox
 from zmtp import Zmtp, frame_of
 
 from pdactors.transport import Listener, Transport, connections, transport_for, zmq
 
 MAX_BYTES = 100_000
 ADDRESS = "tcp://127.0.0.1:0"
-
-
-class Inbox:
-    def __init__(self) -> None:
-        self.messages: asyncio.Queue[tuple[bytes, list[bytes]]] = asyncio.Queue()
-
-    def __call__(self, peer: bytes, frames: list[bytes]) -> None:
-        self.messages.put_nowait((peer, frames))
-
-    async def next(self) -> tuple[bytes, list[bytes]]:
-        return await asyncio.wait_for(self.messages.get(), 20)
 
 
 @pytest.fixture
@@ -46,7 +36,7 @@ async def make() -> AsyncIterator[Callable[[], Transport]]:
 
 @pytest.fixture
 def inbox() -> Inbox:
-    return Inbox()
+    return Inbox(20)
 
 
 @pytest.fixture
