@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from pdactors.actors.actor import Actor
-from pdactors.actors.process import LastWords, die_with_parent, is_orphan, pin, return_memory
+from pdactors.actors.process import LastWords, die_with_parent, is_orphan, pin, share_memory
 from pdactors.actors.ready_file import remove_ready_file
 from pdactors.actors.spec import ActorSpec, decode_spec
 from pdactors.config.logging import configure, get_logger
@@ -33,7 +33,7 @@ def main() -> NoReturn:
     # remove the ready file: these are told to stop.
     if spec.role == "gateway":
         _allow_files()
-        return_memory()
+        share_memory()
     is_told = spec.role == "gateway" or spec.ready_file
     die_with_parent(spec.supervisor_pid, signal.SIGTERM if is_told else signal.SIGKILL)
     pin(spec.cores)

@@ -44,22 +44,9 @@ class DecodeActor(EngineActor):
             raise BadRequest("generated: is empty; prefill samples the first token")
         if handle.num_pruned:
             check_pruned(handle, self.spec.layout, len(message.prompt) + len(message.generated) - 1)
-        sequence = Sequence(
-            message.request,
-            message.attempt,
-            message.prompt,
-            message.sampling,
-            is_urgent=message.priority == "interactive",
-            saves_kv=message.save_final_kv,
-            handle=handle,
-            path=message.path,
-            path_reason=message.path_reason,
-            tokens=list(message.generated),
-            num_given=len(message.generated),
-            num_pruned=handle.num_pruned,
-            received_s=self.clock(),
-            sent_s=message.sent_s if message.path in ("lease", "store") else self.clock() - message.waited_s,
-        )
+        sequence = Sequence.to_adopt(message)
+        now = sequence.received_s = self.clock()
+        sequence.sent_s = message.sent_s if message.path in ("lease", "store") else now - message.waited_s
         self.trail.note(message.request, "received", sequence.received_s, None, message.attempt, path=message.path)
         try:
             self._take_blocks(sequence, handle)

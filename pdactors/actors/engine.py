@@ -9,11 +9,13 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from pdactors.actors import engine_accounts, engine_parts
 from pdactors.actors.actor import GATEWAY, ROUTER, Actor
-from pdactors.actors.lending import lend_cached
+from pdactors.actors.extent_keeper import ExtentKeeper
+from pdactors.actors.lending import lend_cached, tell_cache
 from pdactors.actors.process import pin
 from pdactors.actors.publishing import publish
 from pdactors.actors.spec import ActorSpec
@@ -63,9 +65,7 @@ class EngineActor(Actor):
         self.arena = Arena.attach(spec.fds.arena, spec.layout)
         self.pool = BlockPool()
         self.loans = Loans(self.pool, self.arena.leases(), spec.slot, spec.incarnation, spec.config.kv.lease_s)
-        self.extents = engine_parts.extents(
-            spec, self.arena, self.pool, lambda message: self.tell(self.migrator, message)
-        )
+        self.extents = ExtentKeeper.of(spec, self.arena, self.pool, partial(self.tell, self.migrator))
         self.model = model
         model.bind(self.arena.payload(), spec.layout)
         self.engine = Engine(model, self.arena, self.pool, engine_parts.limits(spec))
@@ -231,7 +231,7 @@ class EngineActor(Actor):
             if sequence.num_admitted == 1:
                 self.admitted(sequence)
         self.extents.mind(self.blocks_lacking(), self.engine.num_unreserved, self.clock())
-        self._tell_cache()
+        tell_cache(self, self.pool)
 
     async def _fill_batch(self) -> None:
         """Wait a moment for company (engine.batch_wait_ms) when work came to an engine that had none."""
@@ -257,28 +257,12 @@ class EngineActor(Actor):
             else:
                 self.took(outcome)
 
-    def _tell_cache(self) -> None:
-        """Let the router know what our prefix cache gained and lost."""
-        changes = self.pool.drain_events()
-        if changes.added or changes.evicted:
-            self.tell(ROUTER, CacheChanged(tuple(changes.added), tuple(changes.evicted)))
-
     # ---- Sequences --------
 
     def take_prompt(self, _sender: Member, message: Prefill) -> None:
         """Queue a prompt; what others lend of it is accepted at once, so that it is held while the prompt waits."""
-        sequence = Sequence(
-            message.request,
-            message.attempt,
-            message.prompt,
-            message.sampling,
-            is_urgent=message.priority == "interactive",
-            saves_kv=message.save_final_kv,
-            ship_to=message.ship_to,
-            tokens=list(message.generated),
-            num_given=len(message.generated),
-            received_s=self.clock(),
-        )
+        sequence = Sequence.to_compute(message)
+        sequence.received_s = self.clock()
         self.trail.note(message.request, "received", sequence.received_s, None, message.attempt)
         for segment in message.prefix:
             try:
@@ -346,7 +330,7 @@ class EngineActor(Actor):
     # ---- Lending --------
 
     def _on_pin(self, _sender: Member, message: Pin) -> None:
-        lend_cached(self, self.pool, self.loans, lambda: self.engine.num_unreserved, message)
+        lend_cached(self, self.pool, self.loans, self.engine.num_reserved, message)
 
     def _sweep(self) -> None:
         """Take back what holders released, what was revoked, and what expired."""

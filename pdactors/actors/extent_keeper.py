@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from pdactors.actors.spec import ActorSpec
 from pdactors.kv.arena import Arena
 from pdactors.kv.blocks import BlockPool
 from pdactors.messages import ReturnExtents, WantExtents
@@ -38,6 +39,13 @@ class ExtentKeeper:
         self._grew = asyncio.Event()
         self._arriving: set[int] = set()  # granted, not in the pool yet
         self._mapped: set[int] = set()  # extents of others
+
+    @classmethod
+    def of(
+        cls, spec: ActorSpec, arena: Arena, pool: BlockPool, ask: Callable[[WantExtents | ReturnExtents], object]
+    ) -> ExtentKeeper:
+        """Return the keeper of an actor's memory."""
+        return cls(arena, pool, spec.slot, spec.num_owners, spec.layout.num_blocks(spec.model.max_model_len), ask)
 
     def max_blocks(self, num_engines: int) -> int:
         """Return how many blocks the pool can come to own while the others of `num_engines` keep their minimum."""

@@ -18,6 +18,7 @@ from pdactors.actors.actor import ROUTER, Actor
 from pdactors.actors.answer import Answer, Sink
 from pdactors.actors.client_server import ClientServer
 from pdactors.actors.line_server import LineServer
+from pdactors.actors.process import return_memory
 from pdactors.actors.prompt import tokenise
 from pdactors.actors.spec import ActorSpec
 from pdactors.actors.tracing import Tracer
@@ -79,9 +80,8 @@ class Gateway(Actor):
         self.tracer = Tracer(self)
         self.token = spec.config.security.client_token()
         self.tokenizer: Tokenizer | None = None
-        self._text_aside = 0
         self._questions: dict[int, asyncio.Future[Surveyed | Answered]] = {}
-        self._num_questions = 0
+        self._num_questions = self._text_aside = 0
         self._news_s = 0.0  # when the router was last heard
         self._lines = LineServer(self)
         self._clients = ClientServer(self)
@@ -113,6 +113,7 @@ class Gateway(Actor):
             self._http = HttpServer(self)
             await self._http.start(self.spec.fds.http)
         self.every(SWEEP_S, self._sweep)
+        self.every(5.0, return_memory)  # that long texts needed
 
     async def close(self) -> None:
         for answer in list(self.answers.values()):

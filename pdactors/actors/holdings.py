@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -10,13 +11,12 @@ import msgspec
 from pdactors.actors.actor import ROUTER
 from pdactors.actors.backing import Backing
 from pdactors.actors.extent_keeper import ExtentKeeper
-from pdactors.actors.lending import lend_cached
+from pdactors.actors.lending import lend_cached, tell_cache
 from pdactors.errors import Overloaded
 from pdactors.kv.blocks import BlockPool
 from pdactors.kv.loans import Loans
 from pdactors.kv.store import ArenaStore
 from pdactors.messages import (
-    CacheChanged,
     KVHandle,
     Member,
     Pin,
@@ -45,14 +45,7 @@ class Holdings:
         self.pool = BlockPool()
         self.loans = Loans(self.pool, self.arena.leases(), spec.slot, spec.incarnation, spec.config.kv.lease_s)
         self.store = ArenaStore(self.pool, self.loans)
-        self.extents = ExtentKeeper(
-            self.arena,
-            self.pool,
-            spec.slot,
-            spec.num_owners,
-            spec.layout.num_blocks(spec.model.max_model_len),
-            lambda message: actor.tell(spec.name, message),
-        )
+        self.extents = ExtentKeeper.of(spec, self.arena, self.pool, partial(actor.tell, spec.name))
         self.num_reserved = 0  # blocks that are set aside for what is to come
         self.backing = Backing(self.arena, self.pool, self.clock) if spec.config.mooncake else None
 
@@ -95,9 +88,7 @@ class Holdings:
 
     def tell_cache(self) -> None:
         """Let the router know what our prefix cache gained and lost."""
-        changes = self.pool.drain_events()
-        if changes.added or changes.evicted:
-            self.actor.tell(ROUTER, CacheChanged(tuple(changes.added), tuple(changes.evicted)))
+        tell_cache(self.actor, self.pool)
 
     def pin(self, message: Pin) -> None:
         """Lend what there is of a prefix."""
@@ -107,7 +98,7 @@ class Holdings:
             self._lend(message)
 
     def _lend(self, message: Pin) -> None:
-        lend_cached(self.actor, self.pool, self.loans, lambda: self.num_unreserved, message)
+        lend_cached(self.actor, self.pool, self.loans, self.num_reserved, message)
 
     async def _fetch_and_lend(self, backing: Backing, message: Pin) -> None:
         fetching = self.actor.spawn(self._fetch(backing, message.digests))

@@ -1,24 +1,20 @@
-"""How engines and migrators answer a Pin: they lend what their prefix cache still has, as the arena's rules say."""
+"""What engines and migrators tell the router of their prefix caches, and how they lend from them when it pins."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from pdactors.actors.actor import ROUTER, Actor
 from pdactors.errors import Overloaded
 from pdactors.kv.blocks import BlockPool
 from pdactors.kv.loans import Loans
-from pdactors.messages import Pin, Pinned, Segment
+from pdactors.messages import CacheChanged, Pin, Pinned, Segment
 
 
-def lend_cached(actor: Actor, pool: BlockPool, loans: Loans, num_unreserved: Callable[[], int], pin: Pin) -> None:
+def lend_cached(actor: Actor, pool: BlockPool, loans: Loans, num_reserved: int, pin: Pin) -> None:
     """Lend what is still cached of a prefix, a shorter part if some was evicted, and tell the router.
 
-    `num_unreserved` counts the pool's blocks that are set aside for nobody; what is set aside is not lent.
+    `num_reserved` blocks of the pool are set aside; what is set aside is not lent.
     """
-    blocks = pool.match(pin.digests)
-    while blocks and num_unreserved() < 0:
-        pool.free([blocks.pop()])
+    blocks = pool.match_spare(pin.digests, num_reserved)
     segment = None
     if blocks:
         try:
@@ -29,3 +25,10 @@ def lend_cached(actor: Actor, pool: BlockPool, loans: Loans, num_unreserved: Cal
         pool.free(blocks)
     actor.trail.note(pin.request, "lent", actor.clock(), None, pin.attempt, blocks=len(blocks))
     actor.tell(ROUTER, Pinned(pin.request, pin.attempt, pin.start, segment))
+
+
+def tell_cache(actor: Actor, pool: BlockPool) -> None:
+    """Let the router know what a prefix cache gained and lost."""
+    changes = pool.drain_events()
+    if changes.added or changes.evicted:
+        actor.tell(ROUTER, CacheChanged(tuple(changes.added), tuple(changes.evicted)))

@@ -74,17 +74,15 @@ class PrefillActor(EngineActor):
         The last chunk goes with the hand-over, so that nothing can be complete before the router knows of it.
         """
         for sequence in sequences:
-            if not sequence.ship_to or sequence not in self.engine.running:
-                continue
-            start, stop = sequence.num_announced, sequence.num_stored // self.spec.layout.block_tokens
-            sequence.num_announced = stop
-            for begin, blocks in sequence.own_runs(start, stop):
-                self._announce(sequence, begin, blocks)
+            if sequence in self.engine.running:
+                for start, blocks in sequence.unannounced(self.spec.layout.block_tokens):
+                    self._announce(sequence, start, blocks)
 
     def _announce(self, sequence: Sequence, start: int, blocks: tuple[int, ...]) -> None:
         if self.loans.num_left <= self._num_handovers:  # they go with the rest
             return
         lease = self.loans.lend(sequence.key, blocks, self.clock())
+        sequence.num_announced = start + len(blocks)
         self.trail.note(sequence.request, "announced", self.clock(), None, sequence.attempt, blocks=len(blocks))
         self.tell(
             self.migrator,

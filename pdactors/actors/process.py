@@ -189,7 +189,7 @@ def pin(cores: Sequence[int]) -> None:
         os.sched_setaffinity(0, cores)
 
 
-def return_memory() -> None:
+def share_memory() -> None:
     """Have large blocks go back to the system when they are freed, and small ones to the other threads.
 
     Otherwise glibc, once it has freed a block of some megabytes, keeps twice that for each thread. To be called before
@@ -198,6 +198,11 @@ def return_memory() -> None:
     _libc.mallopt(M_ARENA_MAX, 1)
     _libc.mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
     _libc.mallopt(M_TRIM_THRESHOLD, LARGE_BYTES)
+
+
+def return_memory() -> None:
+    """Give back what is free between blocks in use; takes a millisecond or two."""
+    _libc.malloc_trim(0)
 
 
 def become_subreaper() -> None:

@@ -127,18 +127,25 @@ def bench_serve(
         source, partial(make_requests, traffic.mix, vocabulary), len(traffic.mix), traffic.load, traffic.objective
     )
     servers, records = _measure_all(openers, plan, traffic, progress)
-    bench = ServeBench(
-        model=base.model.path,
-        dtype=base.model.dtype,
+    return Outcome(summarise(base, traffic, len(os.sched_getaffinity(0)), servers), records)
+
+
+def summarise(
+    config: ClusterConfig, traffic: Traffic, cores: int, servers: dict[str, ServerResult], simulated: str = ""
+) -> ServeBench:
+    """Put together what was found of servers, measured on so many cores or `simulated`, under the same traffic."""
+    return ServeBench(
+        model=config.model.path,
+        dtype=config.model.dtype,
         workload=traffic.name,
         seed=traffic.seed,
         load=traffic.load,
         objective=traffic.objective,
-        cores=len(os.sched_getaffinity(0)),
+        cores=cores,
         servers=servers,
         verdict=verdict(servers),
+        simulated=simulated,
     )
-    return Outcome(bench, records)
 
 
 # ---- Servers --------

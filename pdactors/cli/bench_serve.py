@@ -6,30 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
-from pdactors.cli.options import config_options, parse_modes
-from pdactors.cli.traffic import show_measurement, traffic_of, traffic_options
+from pdactors.cli.options import config_options
+from pdactors.cli.traffic import modes_option, put_out, result_options, traffic_of, traffic_options
 from pdactors.config.cluster import Mode
 
 
 @click.command("serve", epilog="Example:  pdactors bench serve --workload mixed --rate 2 --rounds 3 -o report.html")
 @config_options
-@click.option(
-    "--modes",
-    callback=parse_modes,
-    metavar="MODE,...",
-    default="",
-    help="Modes to start.  [default: colocated,chunked,disaggregated,kvstore]",
-)
+@modes_option("Modes to start.  [default: colocated,chunked,disaggregated,kvstore]")
 @traffic_options
 @click.option(
     "--url", "urls", multiple=True, help="Ask this OpenAI-compatible server and start no cluster; repeatable."
 )
 @click.option("--model-name", default="", help="What the server at --url calls its model.  [default: it is asked]")
 @click.option("--api-key", default="", help="For the server at --url.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write a report in HTML.")
+@result_options
 def serve(
     file: Path | None,
     sets: tuple[str, ...],
@@ -47,7 +39,7 @@ def serve(
     """
     _check(urls, modes, sets, options)
     traffic = traffic_of(options)
-    from pdactors.bench.report import check_plots, make_report
+    from pdactors.bench.report import check_plots
     from pdactors.bench.serve import bench_serve
     from pdactors.engine.store import progress_bar
 
@@ -56,12 +48,7 @@ def serve(
     peer = {"urls": urls, "model_name": options["model_name"], "api_key": options["api_key"]}
     with progress_bar() as progress:
         found = bench_serve(file, traffic, sets=sets, modes=modes, progress=progress, **peer)
-    if output is not None:
-        output.write_text(make_report(found.bench, found.records), "utf-8")
-    if as_json:
-        click.echo(msgspec.json.encode(found.bench))
-    else:
-        show_measurement(found.bench)
+    put_out(found, as_json=as_json, output=output)
     measured = [result for result in found.bench.servers.values() if result.error is None]
     if len(measured) < len(found.bench.servers):
         raise SystemExit(1)

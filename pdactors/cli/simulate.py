@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
-from pdactors.cli.options import FILE, config_options, parse_modes
-from pdactors.cli.traffic import show_measurement, traffic_of, traffic_options
+from pdactors.cli.options import FILE, config_options
+from pdactors.cli.traffic import modes_option, put_out, result_options, traffic_of, traffic_options
 from pdactors.config.cluster import Mode
 
 
@@ -17,13 +16,7 @@ from pdactors.config.cluster import Mode
     "simulate", epilog="Example:  pdactors simulate cluster.toml --hardware a100-80g --tp 4 --workload mixed --rate 8"
 )
 @config_options
-@click.option(
-    "--modes",
-    callback=parse_modes,
-    metavar="MODE,...",
-    default="",
-    help="Modes to simulate.  [default: colocated,chunked,disaggregated]",
-)
+@modes_option("Modes to simulate.  [default: colocated,chunked,disaggregated]")
 @traffic_options
 @click.option("--cost", type=FILE, help="Durations as `pdactors calibrate` measured them.")
 @click.option(
@@ -31,8 +24,7 @@ from pdactors.config.cluster import Mode
 )
 @click.option("--tp", type=click.IntRange(1, 64), default=1, show_default=True, help="Devices of each engine.")
 @click.option("--hide-caches", is_flag=True, help="Place requests without knowing what engines have cached.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write a report in HTML.")
+@result_options
 def command(
     file: Path | None,
     sets: tuple[str, ...],
@@ -51,7 +43,7 @@ def command(
     config.json in Hugging Face format, llama-3-8b, llama-3-70b or smollm2-135m; its weights are not read.
     """
     traffic = traffic_of(options)
-    from pdactors.bench.report import check_plots, make_report
+    from pdactors.bench.report import check_plots
     from pdactors.engine.store import progress_bar
     from pdactors.sim.simulate import Costs, simulate
 
@@ -67,9 +59,4 @@ def command(
             knows_caches=not hide_caches,
             progress=progress,
         )
-    if output is not None:
-        output.write_text(make_report(found.bench, found.records), "utf-8")
-    if as_json:
-        click.echo(msgspec.json.encode(found.bench))
-    else:
-        show_measurement(found.bench)
+    put_out(found, as_json=as_json, output=output)

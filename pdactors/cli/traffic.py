@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+import msgspec
 
-from pdactors.cli.options import FILE
+from pdactors.cli.options import FILE, parse_modes
 
 if TYPE_CHECKING:
     from pdactors.bench.figures import Objective
     from pdactors.bench.results import Load, ServeBench
-    from pdactors.bench.serve import Traffic
+    from pdactors.bench.serve import Outcome, Traffic
     from pdactors.bench.workload import Kind
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -80,6 +82,31 @@ def traffic_options(function: F) -> F:
     for option in reversed(_OPTIONS):
         function = option(function)
     return function
+
+
+def modes_option(help: str) -> Callable[[F], F]:
+    """Add `--modes`, a list of them."""
+    return click.option("--modes", callback=parse_modes, metavar="MODE,...", default="", help=help)
+
+
+def result_options(function: F) -> F:
+    """Add the options that say how a measurement is given out."""
+    function = click.option(
+        "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write a report in HTML."
+    )(function)
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")(function)
+
+
+def put_out(found: Outcome, *, as_json: bool, output: Path | None) -> None:
+    """Write the report that was asked for, and print the measurement."""
+    if output is not None:
+        from pdactors.bench.report import make_report
+
+        output.write_text(make_report(found.bench, found.records), "utf-8")
+    if as_json:
+        click.echo(msgspec.json.encode(found.bench))
+    else:
+        show_measurement(found.bench)
 
 
 def traffic_of(options: dict[str, Any]) -> Traffic:

@@ -6,7 +6,7 @@ from collections import abc
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from pdactors.messages import KVHandle, Lease, Path, Sampling, Segment
+from pdactors.messages import Decode, KVHandle, Lease, Path, Prefill, Sampling, Segment
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +51,39 @@ class Sequence:
     sent_s: float = 0.0
     adopted_s: float = 0.0
 
+    @classmethod
+    def to_compute(cls, message: Prefill) -> Sequence:
+        """Make the sequence of a prompt that is to be computed; what is lent of it is not borrowed yet."""
+        return cls(
+            message.request,
+            message.attempt,
+            message.prompt,
+            message.sampling,
+            is_urgent=message.priority == "interactive",
+            saves_kv=message.save_final_kv,
+            ship_to=message.ship_to,
+            tokens=list(message.generated),
+            num_given=len(message.generated),
+        )
+
+    @classmethod
+    def to_adopt(cls, message: Decode) -> Sequence:
+        """Make the sequence of a prompt that another engine has computed; its KV is not borrowed yet."""
+        return cls(
+            message.request,
+            message.attempt,
+            message.prompt,
+            message.sampling,
+            is_urgent=message.priority == "interactive",
+            saves_kv=message.save_final_kv,
+            handle=message.handle,
+            path=message.path,
+            path_reason=message.path_reason,
+            tokens=list(message.generated),
+            num_given=len(message.generated),
+            num_pruned=message.handle.num_pruned,
+        )
+
     @property
     def key(self) -> tuple[str, int]:
         return self.request, self.attempt
@@ -91,15 +124,21 @@ class Sequence:
         """The blocks of the table that are ours."""
         return [block for block in self.blocks if block not in self.borrowed]
 
-    def own_runs(self, start: int, stop: int) -> list[tuple[int, tuple[int, ...]]]:
-        """Return the runs of our own blocks among `start .. stop` of the table, each with its first index."""
-        runs = groupby(range(start, stop), key=lambda i: self.blocks[i] in self.borrowed)
-        own = [list(run) for is_borrowed, run in runs if not is_borrowed]
-        return [(run[0], tuple(self.blocks[run[0] : run[-1] + 1])) for run in own]
-
     def num_slots(self, num_tokens: int) -> int:
         """Return how many slots of the table the first `num_tokens` tokens take, the prompt at least."""
         return num_tokens - self.num_pruned
+
+    def unannounced(self, block_tokens: int) -> list[tuple[int, tuple[int, ...]]]:
+        """Return the runs of our own full blocks that were not announced, each with its first index in the table.
+
+        There are none where nobody waits for them, or the prompt is complete: its last blocks go with the hand-over.
+        """
+        start, stop = self.num_announced, self.num_stored // block_tokens
+        if not self.ship_to or len(self.tokens) > self.num_given:
+            return []
+        runs = groupby(range(start, stop), key=lambda index: self.blocks[index] in self.borrowed)
+        own = [list(run) for is_borrowed, run in runs if not is_borrowed]
+        return [(run[0], tuple(self.blocks[run[0] : run[-1] + 1])) for run in own]
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Return known tokens `start .. stop`."""

@@ -186,6 +186,13 @@ class BlockPool:
         self.retain(blocks)
         return blocks
 
+    def match_spare(self, digests: Iterable[bytes], num_reserved: int) -> list[int]:
+        """Match what can be taken out of use for others: `num_reserved` blocks stay to be allocated."""
+        blocks = self.match(digests)
+        while blocks and self.num_available < num_reserved:
+            self.free([blocks.pop()])
+        return blocks
+
     def cached(self, digest: bytes) -> int | None:
         """Return the block that holds what the digest names, without a reference; None if there is none."""
         found = self._prefixes.lookup((digest,))

@@ -30,10 +30,10 @@ class Borrowing:
 
     def begin(self, request: Request, target: str, now: float) -> list[Order]:
         """Ask those who have most of the prompt's beginning to lend it to `target`, and compute the rest then."""
-        self._requests.move(request, Stage.PINNING, target)
         pull = self._fleet.pull(request.keys, target) if self._limits.pulls else None
         if pull is None:
-            return self._ask_here(request, now)
+            return self._ask_here(request, target, now)
+        self._requests.move(request, Stage.PINNING, target)
         request.pull, request.prefix_tokens = pull.movers, pull.num_tokens
         request.holders.update(pull.movers)
         return self._ask(request, pull.shares, now)
@@ -57,7 +57,7 @@ class Borrowing:
         """Nothing comes from the other node: borrow what there is on the target's."""
         request.pins.clear()
         request.prefix.clear()
-        return self._ask_here(request, now)
+        return self._ask_here(request, request.prefill, now)
 
     def lost(self, request: Request, name: str, now: float) -> list[Order]:
         """Somebody who was asked is gone: go on without him."""
@@ -74,11 +74,15 @@ class Borrowing:
             return []
         return self.failed(request, now) if request.pull else self._start(request)
 
-    def _ask_here(self, request: Request, now: float) -> list[Order]:
+    def _ask_here(self, request: Request, target: str, now: float) -> list[Order]:
         request.pull = ()
         find = self._fleet.whole if self._limits.has_backing else self._fleet.shares
-        shares, request.prefix_tokens = find(request.keys, request.prefill)
-        return self._ask(request, shares, now) if shares else self._start(request)
+        shares, request.prefix_tokens = find(request.keys, target)
+        if not shares:
+            return self._start(request, target)
+        if request.stage != Stage.PINNING:
+            self._requests.move(request, Stage.PINNING, target)
+        return self._ask(request, shares, now)
 
     def _ask(self, request: Request, shares: list[Share], now: float) -> list[Order]:
         request.pinned_s = now
@@ -108,9 +112,9 @@ class Borrowing:
         key = request.ask.request, request.attempt
         return [Order(source, Migrate(*key, handle, target, digests, request.ask.priority))]
 
-    def _start(self, request: Request) -> list[Order]:
+    def _start(self, request: Request, target: str = "") -> list[Order]:
         """Everyone who was asked has answered, or is not waited for: compute the rest."""
         request.pins.clear()
         request.pull = ()
-        self._requests.move(request, Stage.PREFILLING, request.prefill)
+        self._requests.move(request, Stage.PREFILLING, target or request.prefill)
         return [Order(request.prefill, tasks.prefill(request))]

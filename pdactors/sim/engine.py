@@ -14,7 +14,6 @@ from pdactors.kv.blocks import BlockPool
 from pdactors.messages import (
     Adopted,
     Announce,
-    CacheChanged,
     CopyOut,
     Decode,
     Finished,
@@ -24,7 +23,6 @@ from pdactors.messages import (
     Member,
     Message,
     Pin,
-    Pinned,
     Prefill,
     Prefilled,
     Priority,
@@ -91,7 +89,7 @@ class SimEngine:
         elif isinstance(message, Decode):
             self._adopt(message)
         elif isinstance(message, Pin):
-            self._lend_cached(message)
+            self.node.lend_cached(self.member.name, self.pool, self.engine.num_reserved, message)
         elif isinstance(message, Release):
             self._command(lambda: self._release((message.request, message.attempt)))
         elif isinstance(message, CopyOut):
@@ -115,15 +113,7 @@ class SimEngine:
         return self.load() if is_news else None
 
     def _take_prompt(self, message: Prefill) -> None:
-        sequence = Sequence(
-            message.request,
-            message.attempt,
-            message.prompt,
-            message.sampling,
-            is_urgent=message.priority == "interactive",
-            saves_kv=message.save_final_kv,
-            ship_to=message.ship_to,
-        )
+        sequence = Sequence.to_compute(message)
         for segment in message.prefix:
             self._borrow(sequence, segment)
         sequence.set_tail_apart(message.prefix_tokens, self.node.layout.block_tokens)
@@ -131,17 +121,7 @@ class SimEngine:
 
     def _adopt(self, message: Decode) -> None:
         handle = message.handle
-        sequence = Sequence(
-            message.request,
-            message.attempt,
-            message.prompt,
-            message.sampling,
-            is_urgent=message.priority == "interactive",
-            saves_kv=message.save_final_kv,
-            handle=handle,
-            path=message.path,
-            tokens=list(message.generated),
-        )
+        sequence = Sequence.to_adopt(message)
         for segment in handle.segments:
             if segment.owner == handle.owner:
                 self._borrow(sequence, segment)
@@ -158,17 +138,6 @@ class SimEngine:
         if segment.lease in sequence.leases or self.node.leases.borrow(segment.lease) is not None:
             sequence.segments.append(segment)
             sequence.lent.update(enumerate(segment.blocks, segment.start))
-
-    def _lend_cached(self, message: Pin) -> None:
-        blocks = self.pool.match(message.digests)
-        while blocks and self.engine.num_unreserved < 0:
-            self.pool.free([blocks.pop()])
-        segment = None
-        if blocks:
-            lease = self.node.leases.lend(self.member.name, (message.request, message.attempt), self.pool, blocks)
-            segment = Segment(self.member.name, lease, message.start, tuple(blocks))
-            self.pool.free(blocks)
-        self._tell_router(Pinned(message.request, message.attempt, message.start, segment))
 
     # ---- Steps --------
 
@@ -192,7 +161,7 @@ class SimEngine:
         self._admit()
         while self.node.memory.mind(self.owner, self.engine.blocks_lacking()):
             self._admit()
-        self._tell_cache()
+        self.node.tell_cache(self.member.name, self.pool)
         steps = 0 if self.node.host.is_shared else self.engine.num_unchanged(self.node.memory.spare_blocks)
         if steps > 1:
             self._begin_run(steps)
@@ -292,22 +261,15 @@ class SimEngine:
         self._tell_router(Prefilled(*sequence.key, 0, handle, self.node.clock.now))
 
     def _announce(self, took_part: list[Sequence]) -> None:
-        for sequence in took_part:
-            if not sequence.ship_to or sequence.tokens or sequence not in self.engine.running:
-                continue
-            start, stop = sequence.num_announced, sequence.num_stored // self.node.layout.block_tokens
-            while start < stop and sequence.blocks[start] in sequence.borrowed:
-                start += 1
-            blocks = tuple(sequence.blocks[start:stop])
-            if not blocks:
-                continue
-            lease = self.node.leases.lend(self.member.name, sequence.key, self.pool, blocks)
-            sequence.num_announced = stop
-            segment = Segment(self.member.name, lease, start, blocks)
-            priority: Priority = "interactive" if sequence.is_urgent else "batch"
-            digests = tuple(sequence.digests)
-            message = Announce(*sequence.key, sequence.ship_to, segment, len(sequence.prompt), digests, priority)
-            self.node.tell_mover(message)
+        for sequence in [sequence for sequence in took_part if sequence in self.engine.running]:
+            for start, blocks in sequence.unannounced(self.node.layout.block_tokens):
+                lease = self.node.leases.lend(self.member.name, sequence.key, self.pool, blocks)
+                sequence.num_announced = start + len(blocks)
+                segment = Segment(self.member.name, lease, start, blocks)
+                priority: Priority = "interactive" if sequence.is_urgent else "batch"
+                digests = tuple(sequence.digests)
+                message = Announce(*sequence.key, sequence.ship_to, segment, sequence.num_tokens, digests, priority)
+                self.node.tell_mover(message)
 
     def _leave(self, sequence: Sequence) -> None:
         self.engine.remove(sequence)
@@ -341,8 +303,3 @@ class SimEngine:
 
     def _tell_router(self, message: Message) -> None:
         self.node.router.post(self.member.name, message)
-
-    def _tell_cache(self) -> None:
-        changes = self.pool.drain_events()
-        if changes.added or changes.evicted:
-            self._tell_router(CacheChanged(tuple(changes.added), tuple(changes.evicted)))

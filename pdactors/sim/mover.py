@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from pdactors.kv.blocks import BlockPool
 from pdactors.messages import (
     Announce,
-    CacheChanged,
     Codec,
     KVHandle,
     Lease,
@@ -19,7 +18,6 @@ from pdactors.messages import (
     Migrate,
     Migrated,
     Pin,
-    Pinned,
     Priority,
     Release,
     Segment,
@@ -90,7 +88,7 @@ class SimMover:
         elif isinstance(message, Release):
             self._release((message.request, message.attempt))
         elif isinstance(message, Pin):
-            self._lend_cached(message)
+            self.node.lend_cached(self.member.name, self.pool, self.num_reserved, message)
 
     # ---- What leaves --------
 
@@ -290,7 +288,7 @@ class SimMover:
         )
         seconds = self.node.clock.now - coming.began_s
         self.node.router.post(name, Migrated(*key, handle, coming.num_bytes, seconds, leaving.codec))
-        self._tell_cache()
+        self.node.tell_cache(self.member.name, self.pool)
 
     def _abandoned(self, key: Key) -> None:
         if key in self._coming:
@@ -315,22 +313,6 @@ class SimMover:
             self._end(self._coming[key])
         self.node.leases.revoke(self.member.name, key)
         self.serve()
-
-    def _lend_cached(self, message: Pin) -> None:
-        blocks = self.pool.match(message.digests)
-        while blocks and self.num_unreserved < 0:
-            self.pool.free([blocks.pop()])
-        segment = None
-        if blocks:
-            lease = self.node.leases.lend(self.member.name, (message.request, message.attempt), self.pool, blocks)
-            segment = Segment(self.member.name, lease, message.start, tuple(blocks))
-            self.pool.free(blocks)
-        self.node.router.post(self.member.name, Pinned(message.request, message.attempt, message.start, segment))
-
-    def _tell_cache(self) -> None:
-        changes = self.pool.drain_events()
-        if changes.added or changes.evicted:
-            self.node.router.post(self.member.name, CacheChanged(tuple(changes.added), tuple(changes.evicted)))
 
     def _say(self, action: Callable[..., object], *arguments: object) -> None:
         """Have another migrator hear something, one message later."""

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from pdactors.config.cluster import ClusterConfig, NodeSection
 from pdactors.engine.limits import EngineLimits
+from pdactors.kv.blocks import BlockPool
 from pdactors.kv.layout import KVLayout
-from pdactors.messages import Announce, Member, Release
+from pdactors.messages import Announce, CacheChanged, Member, Pin, Pinned, Release, Segment
 from pdactors.sim.clock import Clock
 from pdactors.sim.cost import CostModel
 from pdactors.sim.engine import SimEngine
@@ -70,6 +71,22 @@ class SimNode:
     def tell_mover(self, message: Announce | Release) -> None:
         """Have the node's migrator hear something, one message later."""
         self.clock.after(self.cost.control_s, self.mover.receive, message)
+
+    def lend_cached(self, lender: str, pool: BlockPool, num_reserved: int, pin: Pin) -> None:
+        """Lend what is still cached of a prefix, as engines and migrators do, and tell the router."""
+        blocks = pool.match_spare(pin.digests, num_reserved)
+        segment = None
+        if blocks:
+            lease = self.leases.lend(lender, (pin.request, pin.attempt), pool, blocks)
+            segment = Segment(lender, lease, pin.start, tuple(blocks))
+            pool.free(blocks)
+        self.router.post(lender, Pinned(pin.request, pin.attempt, pin.start, segment))
+
+    def tell_cache(self, owner: str, pool: BlockPool) -> None:
+        """Let the router know what a prefix cache gained and lost."""
+        changes = pool.drain_events()
+        if changes.added or changes.evicted:
+            self.router.post(owner, CacheChanged(tuple(changes.added), tuple(changes.evicted)))
 
     def check(self) -> None:
         """Hold every owner's books against themselves (I5)."""

@@ -12,10 +12,9 @@ from pdactors.bench.figures import by_kind, figures, seconds_of
 from pdactors.bench.load import Record
 from pdactors.bench.measure import PATIENCE_S
 from pdactors.bench.rate_search import RateSearch
-from pdactors.bench.results import ActorUse, GeneratorUse, Run, ServeBench, ServerResult, Try
-from pdactors.bench.serve import MODES, Outcome, Traffic
+from pdactors.bench.results import ActorUse, GeneratorUse, Run, ServerResult, Try
+from pdactors.bench.serve import MODES, Outcome, Traffic, summarise
 from pdactors.bench.trace import read_trace, trace_requests
-from pdactors.bench.verdict import verdict
 from pdactors.bench.workload import Request, Source, arrive, make_requests
 from pdactors.config.cluster import ClusterConfig, Mode
 from pdactors.config.load import load
@@ -109,19 +108,8 @@ def simulate(
             runs.append(run_scene(scene, traffic, f"{traffic.seed} {number}"))
         servers[mode] = _result(runs, traffic)
         records[mode] = [record for run in runs for record in run.records]
-    bench = ServeBench(
-        model=base.model.path,
-        dtype=base.model.dtype,
-        workload=traffic.name,
-        seed=traffic.seed,
-        load=traffic.load,
-        objective=traffic.objective,
-        cores=sum(sum(node.engines(base.cluster.mode).values()) for node in base.node),
-        servers=servers,
-        verdict=verdict(servers),
-        simulated=cost.name,
-    )
-    return Outcome(bench, records)
+    cores = sum(sum(node.engines(base.cluster.mode).values()) for node in base.node)
+    return Outcome(summarise(base, traffic, cores, servers, cost.name), records)
 
 
 def run_scene(scene: Scene, traffic: Traffic, seed: str) -> Simulated:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2
 import pytest
 
 from pdactors import BadRequest, Client, Cluster, PromptTooLong, Unauthorized
@@ -120,3 +121,15 @@ def test_more_than_the_memory_holds_at_once_is_served_one_after_the_other(client
 def test_nothing_is_left(guarded: Cluster, client: Client, wait: Any) -> None:
     wait(lambda: not any(client.leaks().values()), 2.0, "something is held for nobody")
     assert client.status()["requests"] == 0
+
+
+def test_a_browser_gets_pages_without_data_and_the_data_for_the_token(guarded: Cluster, client: Client) -> None:
+    answer = client.generate("the cat", max_tokens=2)
+    for path in ("/", "/trace/x", f"/trace/{answer.request}", f"/trace/{answer.request}.json%0A"):
+        page = httpx2.get(f"http://{guarded.http}{path}", timeout=10.0)
+        assert page.status_code == 200
+        assert answer.request not in page.text
+    for path in ("/status", f"/timeline/{answer.request}", f"/timeline/{answer.request}?form=chrome", "/timeline/%0A"):
+        assert httpx2.get(f"http://{guarded.http}{path}", timeout=10.0).status_code == 401
+        known = httpx2.get(f"http://{guarded.http}{path}", headers={"authorization": f"Bearer {TOKEN}"}, timeout=10.0)
+        assert known.status_code == 200

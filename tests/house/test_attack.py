@@ -151,7 +151,22 @@ def use(cluster: Cluster, wait: Any) -> dict[str, tuple[int, int, int]]:
     return found
 
 
+def hold_flat(cluster: Cluster, before: dict[str, tuple[int, int, int]], wait: Any) -> None:
+    """Hold that no actor grew. Texts of those who left may still be tokenised, and their memory comes back later."""
+    last: list[Any] = []
+
+    def is_flat() -> bool:
+        last[:] = [(name, before[name], now) for name, now in use(cluster, wait).items()]
+        return all(
+            now[0] < then[0] * 1.1 + (32 << 20) and now[1] <= then[1] + 3 and now[2] <= then[2] + 1
+            for _, then, now in last
+        )
+
+    wait(is_flat, 30.0, lambda: f"memory, descriptors or threads grew: {last}")
+
+
 @pytest.mark.slow
+@pytest.mark.skipif("ATTACK_S" not in os.environ, reason="by hand: ATTACK_S=60 says for how many seconds")
 def test_attackers_harm_neither_the_cluster_nor_a_neighbour(attacked: Cluster, dial: Any, wait: Any) -> None:
     neighbour = dial(attacked.tcp, timeout_s=NEIGHBOUR_S)
     expected = neighbour.ask(**ASK).ids
@@ -176,14 +191,9 @@ def test_attackers_harm_neither_the_cluster_nor_a_neighbour(attacked: Cluster, d
     finally:
         is_over.set()
         living.join()
-    after = use(attacked, wait)
     assert not wrong
     assert num_answers > ATTACK_S / 10
-    assert after.keys() == before.keys()
-    for name, (memory, num_files, num_threads) in after.items():
-        assert memory < before[name][0] * 1.1 + (32 << 20), name
-        assert num_files <= before[name][1] + 3, name
-        assert num_threads <= before[name][2] + 1, name
+    hold_flat(attacked, before, wait)
 
 
 @pytest.mark.slow
@@ -233,11 +243,7 @@ def test_a_storm_of_cancels_leaves_nothing_and_changes_no_answer(attacked: Clust
     surviving.join()
     assert survivors
     assert all(ids == expected[n] for n, ids in survivors)
-    after = use(attacked, wait)
-    for name, (memory, num_files, num_threads) in after.items():
-        assert memory < before[name][0] * 1.1 + (32 << 20), name
-        assert num_files <= before[name][1] + 3, name
-        assert num_threads <= before[name][2] + 1, name
+    hold_flat(attacked, before, wait)
 
 
 def test_a_flood_of_lines_does_not_stop_the_clock(cluster: Cluster, dial: Any) -> None:

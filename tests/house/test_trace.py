@@ -208,8 +208,8 @@ def test_pages_and_what_they_ask_for_are_served(cluster: Cluster) -> None:
     timeline = get("/timeline/a%2Fb").json()
     hold(timeline)
     assert timeline["request"] == status["recent"][0]["request"]
-    assert get("/trace/a%2Fb.json").json()["otherData"]["request"] == timeline["request"]
-    assert get("/timeline/nobody").status_code == get("/trace/nobody.json").status_code == 404
+    assert get("/timeline/a%2Fb?form=chrome").json()["otherData"]["request"] == timeline["request"]
+    assert get("/timeline/nobody").status_code == 404
 
 
 # ---- Two machines, whose clocks differ --------

@@ -17,12 +17,19 @@ class Zmtp:
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         self.socket = socket.create_connection((host, int(port)), timeout=timeout_s)
         if handshake:
+            self._shake_hands()
+
+    def _shake_hands(self) -> None:
+        try:
             self.socket.sendall(GREETING)
             self._exactly(64)
             identity = os.urandom(8)
             ready = b"\x05READY" + _property("Socket-Type", b"DEALER") + _property("Identity", identity)
             self.socket.sendall(bytes([COMMAND, len(ready)]) + ready)
             self.frame()
+        except OSError:
+            self.close()
+            raise
 
     def send(self, *frames: bytes) -> None:
         self.socket.sendall(b"".join(frame_of(f, more=i + 1 < len(frames)) for i, f in enumerate(frames)))

@@ -8,23 +8,13 @@ import socket
 from collections.abc import AsyncIterator, Callable
 
 import pytest
+from inbox import Inbox
 
 from pdactors.errors import ConnectionLost
 from pdactors.transport import Busy, Channel, PeerGone, Transport, transport_for
 
 SCHEMES = {"inproc": "inproc://contract-{}", "tcp": "tcp://127.0.0.1:0"}
 numbers = itertools.count()
-
-
-class Inbox:
-    def __init__(self) -> None:
-        self.messages: asyncio.Queue[tuple[bytes, list[bytes]]] = asyncio.Queue()
-
-    def __call__(self, peer: bytes, frames: list[bytes]) -> None:
-        self.messages.put_nowait((peer, frames))
-
-    async def next(self) -> tuple[bytes, list[bytes]]:
-        return await asyncio.wait_for(self.messages.get(), 10)
 
 
 def nobody_at(address: str) -> str:

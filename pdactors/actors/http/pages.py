@@ -18,7 +18,6 @@ from pdactors.actors.http.scrape import Scraper
 from pdactors.errors import BadRequest
 from pdactors.observe.chrome_trace import chrome_trace
 from pdactors.observe.pages import POLICY, home_page, timeline_page
-from pdactors.observe.timeline import Timeline
 
 if TYPE_CHECKING:
     from pdactors.actors.gateway import Gateway
@@ -29,7 +28,7 @@ JSON = "application/json"
 
 def is_page(path: str) -> bool:
     """Say whether a path is that of a page without data."""
-    return path == "/" or (path.startswith("/trace/") and not path.endswith(".json"))
+    return path == "/" or path.startswith("/trace/")
 
 
 class Pages:
@@ -42,7 +41,6 @@ class Pages:
             Route("/", self._home, methods=["GET"]),
             Route("/status", self._status, methods=["GET"]),
             Route("/timeline/{request:path}", self._timeline, methods=["GET"]),
-            Route("/trace/{request:path}.json", self._chrome_trace, methods=["GET"]),
             Route("/trace/{request:path}", self._trace, methods=["GET"]),
         ]
 
@@ -61,16 +59,12 @@ class Pages:
         return _json({**status, "recent": self._gateway.tracer.recent(NUM_RECENT)})
 
     async def _timeline(self, request: Request) -> Response:
-        return _json(await self._found(request))
-
-    async def _chrome_trace(self, request: Request) -> Response:
-        return _json(chrome_trace(await self._found(request)))
-
-    async def _found(self, request: Request) -> Timeline:
+        """Answer a timeline, with `?form=chrome` in Chrome's trace format."""
         try:
-            return await self._gateway.tracer.timeline(request.path_params["request"])
+            found = await self._gateway.tracer.timeline(request.path_params["request"])
         except BadRequest as error:
             raise HttpError(404, error.message, code="not_found") from error
+        return _json(chrome_trace(found) if request.query_params.get("form") == "chrome" else found)
 
 
 def _page(text: str) -> Response:
