@@ -33,7 +33,7 @@ from pdactors.messages import (
 )
 from pdactors.policy import tasks
 from pdactors.policy.admission import Limits, Pace, refusal
-from pdactors.policy.fleet import Engine, FleetState
+from pdactors.policy.fleet import FleetState
 from pdactors.policy.placement import DecodeDecision, EngineView, Place, choose_prefill, schedule_decode
 from pdactors.policy.prefix_keys import PrefixKeys
 from pdactors.policy.requests import Request, RequestTable, Stage
@@ -60,7 +60,7 @@ class Dispatcher:
 
     def joined(self, member: Member, load: Load, now: float) -> list[Order]:
         """Take note of an engine's state or load, and use the room that it offers."""
-        self.fleet.engines[member.name] = Engine(member, load)
+        self.fleet.joined(member, load)
         return self._advance(now) + self._relieve(member.name)
 
     def lost(self, name: str, now: float) -> list[Order]:
@@ -238,9 +238,10 @@ class Dispatcher:
 
     def _place_prefill(self, request: Request, now: float) -> list[Order]:
         """Choose who computes the prompt; where others have its beginning, ask them to lend it first."""
+        firsts, decodes = self._few(request)
         views = [
             replace(view, num_owned=self.fleet.index.num_known(request.digests, {view.name}))
-            for view in self._views(*FIRST_ROLES)
+            for view in firsts
             if view.has_capacity
         ]
         coming = self.requests.coming
@@ -249,7 +250,7 @@ class Dispatcher:
             views,
             len(request.ask.prompt),
             cached=cached,
-            decodes=self._views("decode"),
+            decodes=decodes,
             can_migrate=self.limits.can_migrate,
         )
         if target is None:
@@ -270,6 +271,17 @@ class Dispatcher:
             orders.append(Order(share.owner, message))
         return orders
 
+    def _few(self, request: Request) -> tuple[list[EngineView], list[EngineView]]:
+        """Return engines of which one is the best for a prompt, and the decode engines that they are judged by."""
+        if not self.limits.can_migrate:
+            decodes = self._views("decode")
+            if decodes:
+                return self._views(*FIRST_ROLES), decodes
+        standings = self.fleet.refresh(self.requests.assigned, self.requests.touched)
+        begun = {self.fleet.engines[name].member.node for name in self.requests.beginning(request)}
+        firsts = standings.firsts(self.fleet.nodes_with(request.keys) | begun)
+        return firsts, standings.crowds(firsts)
+
     def _start(self, request: Request) -> list[Order]:
         """Everyone who was asked has answered: compute the rest."""
         self.requests.move(request, Stage.PREFILLING, request.prefill)
@@ -288,7 +300,7 @@ class Dispatcher:
 
     def _schedule(self, request: Request, source: Place, planned: str = "") -> DecodeDecision | None:
         """Choose a decode engine, the one that was planned if it still has room: part of the KV is there."""
-        views = [replace(view, num_owned=request.num_owned(view.name)) for view in self._views("decode")]
+        views = [replace(view, num_owned=request.num_owned(view.name)) for view in self._decodes(request, source)]
         views = [view for view in views if view.name == planned and view.has_capacity] or views
         self._turn += 1
         return schedule_decode(
@@ -299,6 +311,15 @@ class Dispatcher:
             needs_migration=self.fleet.needs_migration,
             turn=self._turn,
         )
+
+    def _decodes(self, request: Request, source: Place) -> list[EngineView]:
+        """Return decode engines of which one is the best for KV at a place; all where some cannot be reached."""
+        if self.limits.policy != "round_robin":
+            standings = self.fleet.refresh(self.requests.assigned, self.requests.touched)
+            views = standings.decodes(source, (request.planned, *request.owners))
+            if all(self.fleet.needs_migration(source, view.place) is not None for view in views):
+                return views
+        return self._views("decode")
 
     def _place_decode(self, request: Request, now: float) -> list[Order]:
         done, source = request.prefilled, self.fleet.engines.get(request.prefill)
