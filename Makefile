@@ -11,7 +11,7 @@ install: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench,gguf,ucx,test]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench,gguf,mooncake,ucx,test]'
 	@touch $@
 
 serve: $(READY)

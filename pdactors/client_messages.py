@@ -50,6 +50,14 @@ class RequestBody(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     deadline_ms: Annotated[float, Meta(gt=0.0, le=86_400_000.0)] | None = None
     save_final_kv: bool = True
 
+    @property
+    def num_characters(self) -> int:
+        """How much text there is to tokenise, and the marks around messages."""
+        texts = [message.get("content") for message in self.messages or ()]
+        return (
+            len(self.prompt or "") + sum(len(text) if isinstance(text, str) else 0 for text in texts) + 32 * len(texts)
+        )
+
     def sampling(self, max_tokens: int) -> Sampling:
         """Return the engine's part of the request, with `max_tokens` as the model's length allows it."""
         return Sampling(
@@ -115,6 +123,8 @@ class DoneEvent(Event, frozen=True, tag="done"):
     path: Path
     path_reason: str = ""  # why the KV took no faster way
     codec: Codec = "none"  # that it went through
+    pruned_tokens: int = 0  # of the prompt, whose KV was left out
+    request: str = ""  # our id, by which `trace` finds it
 
 
 class ErrorEvent(Event, frozen=True, tag="error"):
@@ -142,6 +152,9 @@ class ClientHello(Message, frozen=True):
     protocol: int
     token: str = ""
 
+    def __repr__(self) -> str:
+        return f"ClientHello({self.protocol})"  # without the token
+
 
 class ClientRequest(Message, frozen=True):
     body: RequestBody
@@ -161,7 +174,12 @@ class ClientBye(Message, frozen=True):
 
 class ClientAsk(Message, frozen=True):
     id: RequestId
-    what: Literal["status", "leaks"]
+    what: Literal["status", "leaks", "requests"]
+
+
+class ClientTrace(Message, frozen=True):
+    id: RequestId
+    request: Annotated[str, Meta(max_length=128)] = ""  # our id or the client's; "" for the last one
 
 
 class ClientDrain(Message, frozen=True):
@@ -177,7 +195,15 @@ class ClientScale(Message, frozen=True):
 
 
 ToGateway: TypeAlias = (
-    ClientHello | ClientRequest | ClientCancel | ClientPing | ClientBye | ClientAsk | ClientDrain | ClientScale
+    ClientHello
+    | ClientRequest
+    | ClientCancel
+    | ClientPing
+    | ClientBye
+    | ClientAsk
+    | ClientTrace
+    | ClientDrain
+    | ClientScale
 )
 
 

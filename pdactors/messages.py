@@ -13,15 +13,16 @@ import msgspec
 from msgspec import Meta, Struct
 
 from pdactors.errors import BadRequest
+from pdactors.stamps import Clock, Echo, Stamps
 from pdactors.token_ids import TokenIds, from_wire, to_wire
 
 PROTOCOL_VERSION = 1
+MAX_REASON = 400  # characters of an error about what came
 
 Role = Literal["router", "gateway", "migrator", "prefill", "decode", "worker", "supervisor"]
 State = Literal["starting", "ready", "draining", "stopping", "lost"]
 Path = Literal["lease", "cuda_ipc", "ucx", "store", "none"]
 FinishReason = Literal["stop", "length", "cancelled"]
-
 Priority = Literal["interactive", "batch"]
 Codec = Literal["none", "int8", "int4"]  # of KV on the wire
 
@@ -75,7 +76,7 @@ class KVHandle(Struct, frozen=True):
     """Where a sequence's KV is: arena blocks of one node, in token order, each run of them under its owner's lease.
 
     `num_tokens` tokens are stored; the last block is partly filled unless `num_tokens` divides evenly. Segments of
-    another owner than `owner` are what the prefill itself borrows.
+    another owner than `owner` are what the prefill itself borrows; without an `owner` all are lent for a move.
     """
 
     node: str
@@ -84,6 +85,7 @@ class KVHandle(Struct, frozen=True):
     segments: tuple[Segment, ...]
     num_tokens: int
     codec: Codec = "none"  # that it went through; after a lossy one it is good for its own request only
+    num_pruned: int = 0  # tokens left out, other ones in each layer and head; those that follow keep their positions
 
 
 class Blocks(Struct, frozen=True, omit_defaults=True):
@@ -129,8 +131,10 @@ class Load(Struct, frozen=True, omit_defaults=True):
     prefill_use: PhaseUse = PhaseUse()
     decode_use: PhaseUse = PhaseUse()
     num_moved: int = 0  # sequences that a migrator sent to other nodes
+    num_pruned: int = 0  # of them, those whose KV was pruned
     bytes_moved: int = 0
     way: str = ""  # how an engine computes its model, and why not on our kernels
+    busy_s: float = 0.0  # what all its steps took together
 
 
 class LeaseInfo(Struct, frozen=True):
@@ -160,6 +164,7 @@ class Report(Struct, frozen=True, omit_defaults=True):
     faults: tuple[str, ...] = ()  # what its check() found wrong
     dropped: int = 0  # late, duplicate, unknown messages
     counts: dict[str, int] = {}  # what else it counts: "retries", "leases_expired"
+    stamps: Stamps | None = None  # of the request that was asked for
 
 
 class TopLogprob(Struct, frozen=True, array_like=True):
@@ -168,13 +173,12 @@ class TopLogprob(Struct, frozen=True, array_like=True):
 
 
 class PrefillPart(Struct, frozen=True, omit_defaults=True):
-    """What the prefill did for a request; travels with its first token.
-
-    Times are CLOCK_MONOTONIC seconds of the engine's machine; elsewhere only their differences mean something.
-    """
+    """What the prefill did for a request; travels with its first token."""
 
     cached_tokens: int
-    received_s: float
+    received_s: (
+        float  # these are CLOCK_MONOTONIC of the engine's machine; elsewhere only their differences mean something
+    )
     begin_s: float
     end_s: float
 
@@ -187,6 +191,7 @@ class DecodePart(Struct, frozen=True, omit_defaults=True):
     adopted_s: float
     path_reason: str = ""
     codec: Codec = "none"
+    num_pruned: int = 0
 
 
 class Token(Struct, frozen=True, omit_defaults=True):
@@ -234,6 +239,9 @@ class Hello(Message, frozen=True):
     max_model_len: int
     run_id: str = ""  # a supervisor that joins from another machine learns it when it is welcomed
 
+    def __repr__(self) -> str:
+        return f"Hello({self.member!r})"  # without the join token
+
 
 class Welcome(Message, frozen=True):
     """The listener accepts the connection; `member` is the listener itself."""
@@ -258,6 +266,7 @@ class Stranger(Message, frozen=True):
 class Heartbeat(Message, frozen=True):
     state: State
     load: Load = Load()
+    echo: Echo | None = None
 
 
 class Generate(Message, frozen=True):
@@ -343,10 +352,7 @@ class Pinned(Message, frozen=True):
 
 
 class Exited(Message, frozen=True):
-    """Supervisor: that process is dead and reaped; nothing that it held can be written any more.
-
-    Of the supervisor itself it means its whole node.
-    """
+    """Supervisor: that process, of a supervisor its node, is dead and reaped; nothing that it held is written now."""
 
     name: str
     incarnation: int
@@ -390,9 +396,10 @@ class Fence(Message, frozen=True):
 
 
 class Inspect(Message, frozen=True):
-    """Ask for a report; the gateway asks the router, the router asks everyone."""
+    """Ask for a report, with the stamps of a `request`; the gateway asks the router, the router asks everyone."""
 
     query: int
+    request: str = ""
 
 
 class Inspected(Message, frozen=True):
@@ -498,6 +505,7 @@ class Fleet(Message, frozen=True):
     num_requests: int = 0
     is_draining: bool = False  # nothing new is taken
     num_queued: int = 0  # of the requests: those that no engine has taken; router.max_queue limits them
+    sent_s: float = 0.0  # on the router's clock
 
 
 class Answered(Message, frozen=True):
@@ -516,6 +524,7 @@ class Surveyed(Message, frozen=True):
     reports: tuple[Report, ...]
     in_flight: tuple[str, ...]
     silent: tuple[str, ...] = ()
+    clocks: dict[str, Clock] = {}  # by actor, as far as they are known
 
 
 # ---- Engine and migrator of one node --------
@@ -547,23 +556,34 @@ class ReturnExtents(Message, frozen=True):
     extents: tuple[int, ...]
 
 
+class Publish(Message, frozen=True):
+    """An engine, to its node's store: blocks of its own, the rest of a sequence's table, are the store's now."""
+
+    request: str
+    attempt: int
+    blocks: tuple[int, ...]
+    digests: tuple[bytes, ...] = ()  # of the leading ones, which are full
+    part: bytes | None = None  # the digest of a part of the one after them
+    parent: bytes | None = None  # the digest before them
+    done: Prefilled | None = None  # goes to the router with all of the table; its handle names what is borrowed of it
+
+
 # ---- Migrators: from the router and the engines of the node, and among each other --------
 
 
 class Migrate(Message, frozen=True):
     """Router: bring a sequence's KV, which lies on your node, to the migrator `target`, which tells us.
 
-    `digests` are those of the leading full blocks, as far as they are known; `time_left_s` is told instead of a
-    deadline, since your clock may be another machine's.
+    Where KV is pruned the prefill gets it, and passes it on to its migrator with what it has packed.
     """
 
     request: str
     attempt: int
     handle: KVHandle
     target: str
-    digests: tuple[bytes, ...] = ()
+    digests: tuple[bytes, ...] = ()  # of the leading blocks, as far as they are known
     priority: Priority = "interactive"
-    time_left_s: float | None = None
+    time_left_s: float | None = None  # no deadline, since your clock may be another machine's
 
 
 class Announce(Message, frozen=True):
@@ -579,14 +599,11 @@ class Announce(Message, frozen=True):
 
 
 class DataPort(Message, frozen=True):
-    """Where KV for this migrator is sent, in the words of its data transport.
-
-    `connection` counts the connections that it had to you: at another one than you know, drop yours and connect anew.
-    """
+    """Where KV for this migrator is sent, in the words of its data transport."""
 
     transport: str
     address: bytes
-    connection: int = 0
+    connection: int = 0  # counts those that it had to you: at another than you know, drop yours and connect anew
 
 
 class Offer(Message, frozen=True):
@@ -598,6 +615,7 @@ class Offer(Message, frozen=True):
     num_tokens: int
     digests: tuple[bytes, ...] = ()
     priority: Priority = "interactive"
+    num_pruned: Annotated[int, Meta(ge=0)] = 0
 
 
 class Taken(Message, frozen=True):
@@ -657,14 +675,13 @@ Control: TypeAlias = (
     | Prefill | Decode | Pin | CopyOut | Release
     | Tokens | Rejected | Fleet | Surveyed
     | Migrate | Announce | Migrated | Stranded | DataPort | Offer | Taken | Ask | Grant | Stored | Abandon | Alive
-    | WantExtents | Extents | RecallExtents | ReturnExtents | Retired
+    | WantExtents | Extents | RecallExtents | ReturnExtents | Publish | Retired
     | DrainActor | Scale | StartEngines | EnginesStarted | Retire | Answered
 )  # fmt: skip
 
 # ---- Codec --------
 
 T = TypeVar("T", bound=Message)
-
 _encoder = msgspec.msgpack.Encoder(enc_hook=to_wire)
 control_decoder: msgspec.msgpack.Decoder[Control] = msgspec.msgpack.Decoder(Control, dec_hook=from_wire)
 
@@ -690,6 +707,6 @@ def decode(decoder: msgspec.msgpack.Decoder[T], frames: Sequence[bytes | memoryv
 
 def explain(error: Exception) -> str:
     """Put a msgspec error with the field first: `max_tokens: expected `int` >= 1`."""
-    what, _, place = str(error).partition(" - at `$")
+    what, _, place = str(error)[:MAX_REASON].partition(" - at `$")  # it may quote what came
     place = place.rstrip("`").lstrip(".").removeprefix("body.")
     return f"{place}: {what[:1].lower()}{what[1:]}" if place else f"malformed message: {what}"

@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "pdactors"
 ORDER = (
-    "errors version config token_ids messages client_messages openai_messages transport kernels kv policy engine text "
-    "observe actors client bench sim cli"
+    "errors version config token_ids stamps messages client_messages openai_messages transport kernels kv policy "
+    "engine text observe actors client bench sim cli"
 ).split()
 HOMES = {  # foreign library -> the only modules and packages that may import it
     "tokenizers": ("text/",),
@@ -31,7 +31,7 @@ HOMES = {  # foreign library -> the only modules and packages that may import it
     "click": ("cli/",),
     "structlog": ("config/",),
     "aiohttp": ("bench/openai_target.py",),
-    "matplotlib": ("bench/report.py",),
+    "matplotlib": ("bench/report.py", "sim/plan_report.py"),
     "starlette": ("actors/http/",),
     "uvicorn": ("actors/http/",),
     "prometheus_client": ("observe/",),
@@ -44,7 +44,7 @@ UNSAFE_NAMES = {"eval", "exec", "__import__"}
 UNSAFE_ATTRIBUTES = {"recv_pyobj", "send_pyobj"}
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "tools"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 70
-LONG_FILES = {"messages.py": 700}  # one vocabulary, read as a list
+LONG_FILES = {"messages.py": 760}  # one vocabulary, read as a list
 
 
 @dataclass(frozen=True)

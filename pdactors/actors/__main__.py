@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -20,6 +21,8 @@ from pdactors.transport import Transport, transport_for
 if TYPE_CHECKING:
     from pdactors.engine.model import PagedModel
 
+MAX_FILES = 8192
+
 
 def main() -> NoReturn:
     """Read the spec, become the actor, leave with its status."""
@@ -28,6 +31,8 @@ def main() -> NoReturn:
     configure()
     # All are killed with their supervisor but for the gateway, so that clients hear of it, and for whoever has to
     # remove the ready file: these are told to stop.
+    if spec.role == "gateway":
+        _allow_files()
     is_told = spec.role == "gateway" or spec.ready_file
     die_with_parent(spec.supervisor_pid, signal.SIGTERM if is_told else signal.SIGKILL)
     pin(spec.cores)
@@ -49,7 +54,7 @@ async def _live(spec: ActorSpec, model: PagedModel | None) -> str | None:
     """Be the actor; return why it failed, None if it was asked to stop."""
     log = get_logger(actor=spec.name, node=spec.node)
     try:
-        actor = _make(spec, transport_for(spec.control), model)
+        actor = _make(spec, transport_for(spec.control, spec.keys), model)
         loop = asyncio.get_running_loop()
         # Not the loop's own handler: closing the loop would undo it, and a second signal would kill us then.
         signal.signal(signal.SIGTERM, lambda *_: loop.call_soon_threadsafe(actor.stop))
@@ -63,6 +68,13 @@ async def _live(spec: ActorSpec, model: PagedModel | None) -> str | None:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return None
+
+
+def _allow_files() -> None:
+    """Have room for many clients: the usual soft limit on open files is there for programs that use select()."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _make(spec: ActorSpec, transport: Transport, model: PagedModel | None) -> Actor:

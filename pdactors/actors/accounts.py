@@ -74,7 +74,11 @@ def is_clean(found: dict[str, Any]) -> bool:
 def _actor(report: Report) -> dict[str, Any]:
     blocks = report.load.blocks
     step = report.load.step_ms
-    moved = {"sequences": report.load.num_moved, "bytes": report.load.bytes_moved}
+    moved = {
+        "sequences": report.load.num_moved,
+        "pruned": report.load.num_pruned,
+        "bytes": report.load.bytes_moved,
+    }
     return {
         "name": report.name,
         "role": report.role,
@@ -95,6 +99,8 @@ def _actor(report: Report) -> dict[str, Any]:
         },
         "step_ms": {"mean": step.mean, "p50": step.p50, "p99": step.p99},
         "way": report.load.way,
+        "busy_s": report.load.busy_s,
+        "counts": report.counts,
         "use": {
             phase: {"flops_share": use.flops_share, "bandwidth_share": use.bandwidth_share}
             for phase, use in (("prefill", report.load.prefill_use), ("decode", report.load.decode_use))

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from pdactors.actors.spec import ActorSpec
+from pdactors.actors.spec import ENGINES, ActorSpec
 from pdactors.config.logging import get_logger
 from pdactors.errors import BadRequest, InvariantError, PDError, Refused
 from pdactors.messages import (
@@ -43,6 +43,8 @@ from pdactors.messages import (
     decode,
     encode,
 )
+from pdactors.observe.trail import Trail, clock_id
+from pdactors.stamps import Echo
 from pdactors.transport import Busy, Channel, Listener, Peer, PeerGone, Transport
 from pdactors.version import VERSION
 
@@ -66,6 +68,7 @@ class Actor:
         self.fleet = Fleet(spec.config.cluster.mode, ())
         self.dropped: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
+        self.trail = Trail(spec.config.trace.requests, spec.config.trace.steps if spec.role in ENGINES else 0)
         self.listener: Listener | None = None
         self._transport = transport
         self._handlers: dict[type[Message], tuple[Handler, frozenset[Role]]] = {}
@@ -74,6 +77,8 @@ class Actor:
         self._channels: dict[str, Channel] = {}  # opened by us
         self._targets: dict[str, Member] = {}  # whom the fleet's news made us open them to
         self._hosts: dict[str, Member] = {}  # who welcomed us on them
+        self._clock_id = clock_id()
+        self._news: tuple[float, float] | None = None  # what the router's last ones said, and when they came
         self._stop = asyncio.Event()
         self._fatal: BaseException | None = None
         self._tasks: asyncio.TaskGroup | None = None
@@ -213,7 +218,8 @@ class Actor:
     def beat(self) -> None:
         """Tell the router that we live, and what there is to do."""
         if ROUTER in self._hosts:
-            self.tell(ROUTER, Heartbeat(self.state, self.load()))
+            echo = None if self._news is None else Echo(self._clock_id, *self._news, self.clock())
+            self.tell(ROUTER, Heartbeat(self.state, self.load(), echo))
         else:
             self._introduce(ROUTER)
 
@@ -332,7 +338,7 @@ class Actor:
             self._handle(self._hosts[name], message)
 
     def _on_fleet(self, _sender: Member, fleet: Fleet) -> None:
-        self.fleet = fleet
+        self.fleet, self._news = fleet, (fleet.sent_s, self.clock())
         for member in fleet.members:
             if not member.address or not self.wants(member):
                 continue
@@ -376,7 +382,8 @@ class Actor:
             self.tell(ROUTER, Failed(request, attempt, code, f"{self.spec.name}: {error}"))
 
     def _on_inspect(self, sender: Member, message: Inspect) -> None:
-        self.tell(sender.name, Inspected(message.query, self.report()))
+        report = msgspec.structs.replace(self.report(), stamps=self.trail.of(message.request))
+        self.tell(sender.name, Inspected(message.query, report))
 
 
 class _Stopped(Exception):

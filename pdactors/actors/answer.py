@@ -24,6 +24,7 @@ from pdactors.text.stops import StopMatcher
 from pdactors.text.tokenizer import Tokenizer
 
 Sink = Callable[[AnyEvent], None]
+NO_MOVE = DecodePart("none", 0.0, 0.0)  # of an answer that no other engine went on with
 
 
 @dataclass
@@ -82,8 +83,19 @@ class Answer:
     def done(self, finish: FinishReason, now: float) -> DoneEvent:
         """Describe the end."""
         prompt, cached = self.prompt_use
-        how = (self.decode.path, self.decode.path_reason, self.decode.codec) if self.decode else ("none",)
-        return DoneEvent(self.id, finish, Usage(prompt, self.num_tokens, cached), self._timing(now), *how)
+        how = self.decode or NO_MOVE
+        usage = Usage(prompt, self.num_tokens, cached)
+        return DoneEvent(
+            self.id,
+            finish,
+            usage,
+            self._timing(now),
+            how.path,
+            how.path_reason,
+            how.codec,
+            how.num_pruned,
+            self.request,
+        )
 
     def _emit(self, token: Token, tokenizer: Tokenizer, now: float) -> None:
         assert self._text is not None

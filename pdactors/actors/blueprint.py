@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdactors.actors.spec import ActorSpec, Descriptors, ModelSpec
 from pdactors.config.address import Address, is_loopback, parse_address
 from pdactors.config.cluster import ClusterConfig, NodeSection
+from pdactors.config.keys import CurveKeys
 from pdactors.config.memory import format_size
 from pdactors.engine.shape import ModelShape
 from pdactors.errors import ConfigError, PDError
@@ -30,11 +31,9 @@ def check_available(config: ClusterConfig) -> None:
         ConfigError: names the key.
     """
     unavailable = [
-        (config.cluster.mode == "kvstore", "cluster.mode 'kvstore'", "disaggregated, chunked or colocated"),
         (config.kv.transport == "cuda_ipc", "kv.transport 'cuda_ipc'", "auto, lease or ucx"),
-        (config.kv.prune != 1.0, f"kv.prune {config.kv.prune}", "1.0"),
-        (config.security.curve, "security.curve true", "false"),
         (config.router.local_prefill_tokens > 0, "router.local_prefill_tokens above 0", "0"),
+        (config.has_store and config.kv.prune != 1.0, f"kv.prune {config.kv.prune} in mode kvstore", "1.0"),
         (any(node.device != "cpu" for node in config.node), "a node.device other than cpu", "cpu"),
     ]
     for is_asked, what, instead in unavailable:
@@ -109,10 +108,15 @@ def _reachable(config: ClusterConfig, text: str) -> Address:
 
 
 def check_model(config: ClusterConfig, shape: ModelShape) -> None:
-    """Raise ConfigError if the model cannot hold sequences as long as the file promises."""
+    """Raise ConfigError if the model cannot hold sequences as long as the file promises, or do what it asks for."""
     if config.model.max_model_len > shape.max_position:
         raise ConfigError(
             f"model.max_model_len = {config.model.max_model_len}: this model has {shape.max_position} positions"
+        )
+    if config.prunes and 0 < shape.window < config.model.max_model_len:
+        raise ConfigError(
+            f"kv.prune = {config.kv.prune}: layers of this model see a sliding window of {shape.window} tokens, "
+            "which is not known once tokens are left out; use 1.0"
         )
 
 
@@ -124,12 +128,14 @@ def check_memory(config: ClusterConfig, nodes: Sequence[NodeSection], shape: Mod
     """
     engines = sum(sum(node.engines(config.cluster.mode).values()) for node in nodes)
     weights = shape.weight_bytes_as(config.model.dtype)
-    needed = weights + engines * ENGINE_OVERHEAD_BYTES + len(nodes) * config.kv.memory_bytes
+    added = config.kv.store_bytes if config.mooncake else 0
+    needed = weights + engines * ENGINE_OVERHEAD_BYTES + len(nodes) * (config.kv.memory_bytes + added)
     if needed > available:
         raise ConfigError(
             f"kv.memory = {config.kv.memory!r}: {format_size(needed)} are needed ({format_size(weights)} "
             f"of weights, {engines} engines with {format_size(ENGINE_OVERHEAD_BYTES)} of working memory each, "
-            f"{len(nodes)} arenas of {format_size(config.kv.memory_bytes)}); "
+            f"{len(nodes)} arenas of {format_size(config.kv.memory_bytes)}"
+            f"{f', {format_size(added)} of each node for kv.store' if added else ''}); "
             f"{format_size(available)} are available"
         )
 
@@ -161,14 +167,16 @@ def plan_arena(config: ClusterConfig, node: NodeSection, shape: ModelShape) -> A
     return ArenaPlan(
         layout=layout,
         num_blocks=num_blocks,
-        extent_blocks=_extent_blocks(num_blocks, engines),
+        extent_blocks=_extent_blocks(config, num_blocks, engines),
         num_slots=engines + SPARE_SLOTS + 1,  # the last one is the migrator's
         leases_per_slot=config.engine.max_batch * (engines + 1) + SPARE_LEASES,
         max_lease_blocks=layout.num_blocks(config.model.max_model_len),
     )
 
 
-def _extent_blocks(num_blocks: int, engines: int) -> int:
+def _extent_blocks(config: ClusterConfig, num_blocks: int, engines: int) -> int:
+    if config.has_store:  # which blocks are given to one by one
+        return 1
     return max(1, min(MAX_EXTENT_BLOCKS, num_blocks // (16 * engines)))
 
 
@@ -179,7 +187,7 @@ def check_room(spec: ActorSpec, engines: int) -> None:
         PDError: not all of them could have what each must have.
     """
     num_blocks = spec.config.kv.memory_bytes // spec.layout.block_bytes
-    extent_blocks = _extent_blocks(num_blocks, spec.num_engines)
+    extent_blocks = _extent_blocks(spec.config, num_blocks, spec.num_engines)
     num_extents = -(-num_blocks // extent_blocks)
     per_sequence = -(-spec.layout.num_blocks(spec.model.max_model_len) // extent_blocks)
     minimum = extents.guaranteed(num_extents, spec.num_owners, per_sequence)
@@ -200,9 +208,10 @@ class Run:
     model: ModelSpec
     layout: KVLayout
     control: str
-    join_token: str
+    join_token: str = field(repr=False)
     supervisor_pid: int
     hosts: Mapping[str, str]  # IP address of each node that is on this machine
+    keys: CurveKeys | None = None
 
     def engines(self, node: NodeSection) -> list[tuple[str, Role, int]]:
         """Return name, role and threads of a node's engines."""
@@ -247,6 +256,7 @@ def plan_actors(run: Run, node: NodeSection, fds: Descriptors) -> list[ActorSpec
             layout=run.layout,
             control=run.control,
             join_token=run.join_token,
+            keys=run.keys,
             host=run.hosts[node.name],
             fds=own,
             num_engines=len(engines),

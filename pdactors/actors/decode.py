@@ -8,9 +8,24 @@ from pdactors.actors.spec import ActorSpec
 from pdactors.engine.model import PagedModel
 from pdactors.engine.sequence import Sequence
 from pdactors.errors import Refused, WorkerLost
+from pdactors.kv.layout import KVLayout
 from pdactors.kv.leases import LeaseLost
 from pdactors.messages import Adopted, Decode, KVHandle, Member
 from pdactors.transport import Transport
+
+
+def check_pruned(handle: KVHandle, layout: KVLayout, num_tokens: int) -> None:
+    """Hold pruned KV against the prompt: it is read whole or not at all, for no block can be computed again alone.
+
+    Raises:
+        Refused: tokens or blocks are missing, or somebody else's.
+    """
+    if handle.num_pruned < 0 or handle.num_tokens + handle.num_pruned != num_tokens:
+        counts = f"{handle.num_tokens} tokens and {handle.num_pruned} left out"
+        raise Refused(f"pruned KV: {counts} do not make a prompt of {num_tokens}")
+    named = [i for s in handle.segments if s.owner == handle.owner for i in range(s.start, s.start + len(s.blocks))]
+    if sorted(named) != [*range(layout.num_blocks(handle.num_tokens))]:
+        raise Refused(f"pruned KV: blocks {sorted(named)} of {handle.owner} for {handle.num_tokens} tokens")
 
 
 class DecodeActor(EngineActor):
@@ -25,6 +40,8 @@ class DecodeActor(EngineActor):
         handle = message.handle
         if handle.layout != self.spec.layout.fingerprint:
             raise Refused(f"KV layout: the handle's is {handle.layout}, ours is {self.spec.layout.fingerprint}")
+        if handle.num_pruned:
+            check_pruned(handle, self.spec.layout, len(message.prompt))
         sequence = Sequence(
             message.request,
             message.attempt,
@@ -36,9 +53,11 @@ class DecodeActor(EngineActor):
             path=message.path,
             path_reason=message.path_reason,
             tokens=[message.first_token],
+            num_pruned=handle.num_pruned,
             received_s=self.clock(),
-            sent_s=message.sent_s if message.path == "lease" else self.clock() - message.waited_s,
+            sent_s=message.sent_s if message.path in ("lease", "store") else self.clock() - message.waited_s,
         )
+        self.trail.note(message.request, "received", sequence.received_s, None, message.attempt, path=message.path)
         try:
             self._take_blocks(sequence, handle)
         except LeaseLost as error:

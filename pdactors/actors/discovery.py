@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
+import struct
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
@@ -42,6 +44,7 @@ class Ready(Struct, frozen=True):
     zmq: str
     http: str
     actors: tuple[ReadyActor, ...]
+    key: str = ""  # with security.curve: the file of the key that clients on this machine use
 
 
 async def announce(name: str, ready: Callable[[], Ready]) -> asyncio.Server:
@@ -127,6 +130,9 @@ def _ask(name: str) -> Ready | None:
         connection.settimeout(_TIMEOUT_S)
         try:
             connection.connect(name)
+            _, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if uid not in (os.getuid(), 0):  # anybody may take such a name, and would be told our token
+                return None
             data = b""
             while piece := connection.recv(65536):
                 data += piece

@@ -9,17 +9,20 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from pdactors.actors import engine_accounts
 from pdactors.actors.actor import GATEWAY, ROUTER, Actor
 from pdactors.actors.extent_keeper import ExtentKeeper
 from pdactors.actors.lending import lend_cached
 from pdactors.actors.process import pin
+from pdactors.actors.publishing import publish
 from pdactors.actors.spec import ActorSpec
+from pdactors.engine.limits import EngineLimits
 from pdactors.engine.model import PagedModel
-from pdactors.engine.runner import Engine, EngineLimits
+from pdactors.engine.runner import Engine
 from pdactors.engine.sequence import Sequence
-from pdactors.engine.step import Outcome, Step
+from pdactors.engine.step import Outcome
 from pdactors.engine.step_log import StepLog
 from pdactors.errors import InvariantError, PDError, WorkerLost
 from pdactors.kv.arena import Arena
@@ -44,6 +47,8 @@ from pdactors.messages import (
     Tokens,
 )
 from pdactors.transport import Transport
+
+T = TypeVar("T")
 
 SWEEP_S = 0.05
 QUIET_S = 0.02
@@ -79,6 +84,7 @@ class EngineActor(Actor):
             eos_ids=frozenset(spec.model.eos_ids),
             prefix_key=cache_key(spec.model.fingerprint, layout.fingerprint),
             prompts_first=config.cluster.mode == "colocated",
+            caches=not config.has_store,
         )
         self.engine = Engine(model, self.arena, self.pool, limits)
         self.steps = StepLog(
@@ -88,6 +94,8 @@ class EngineActor(Actor):
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = asyncio.Event()
         self._stalled_since: float | None = None
+        self._known_to: int | None = None  # the migrator's incarnation
+        self._is_known = asyncio.Event()
         self.accept(Release, self._on_release, "router", "gateway")
         self.accept(Pin, self._on_pin, "router")
         self.accept(CopyOut, self._on_copy_out, "router")
@@ -106,12 +114,43 @@ class EngineActor(Actor):
     def progressed(self, sequences: list[Sequence]) -> None:
         """These sequences took part in a step; some may have been handed on or ended since."""
 
+    async def work(self) -> bool:
+        """Do something else before the next step; False if there is nothing."""
+        return False
+
+    def blocks_lacking(self) -> int:
+        """How many blocks more would let everyone here go on."""
+        return self.engine.blocks_lacking()
+
+    def requests(self) -> tuple[str, ...]:
+        """The requests that something is done for here."""
+        return tuple(s.request for s in (*self.engine.running, *self.engine.waiting))
+
+    async def in_thread(self, action: Callable[..., T], *arguments: object) -> T:
+        """Compute where steps are computed; only between them."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, action, *arguments)
+
     # ---- Life --------
 
     def wants(self, member: Member) -> bool:
         return member.role == "gateway" or member.name == self.migrator
 
+    def welcomed(self, host: Member) -> None:
+        if host.name == self.migrator and host.incarnation != self._known_to:
+            if self._known_to is not None:
+                self.extents.reconcile()
+            self._known_to = host.incarnation
+            self._is_known.set()
+
+    @property
+    def has_store(self) -> bool:
+        """Whether there is a store, and it is heard: what is told to one that is lost goes nowhere."""
+        if not self.spec.config.has_store:
+            return False
+        return any(m.name == self.migrator and m.incarnation == self._known_to for m in self.fleet.members)
+
     async def start(self) -> None:
+        await self._is_known.wait()  # nothing that a predecessor said of our memory is heard from then on
         self.extents.take_over()
         ended = self.loans.take_over()
         if ended or self.pool.extents:
@@ -133,11 +172,13 @@ class EngineActor(Actor):
         self._wake.set()
 
     async def _serve(self) -> None:
-        loop, engine = asyncio.get_running_loop(), self.engine
+        engine = self.engine
         idle_since = self.clock()
         while True:
             self._wake.clear()
             self._between_steps()
+            if await self.work():
+                continue
             step = engine.plan()
             if step is None:
                 is_empty = not engine.running and not engine.waiting
@@ -146,18 +187,21 @@ class EngineActor(Actor):
                     await self._fill_batch()
                 idle_since = self.clock()
                 continue
-            waited_s = self.clock() - idle_since
+            began_s = self.clock()
+            waited_s = began_s - idle_since
             try:
-                result = await loop.run_in_executor(self._thread, engine.run, step)
+                result = await self.in_thread(engine.run, step)
             except InvariantError:
                 raise
             except Exception as error:
                 self.log.exception("step failed", sequences=len(step.portions))
-                self._fail_step(step, error)
+                for sequence, _ in step.portions:
+                    self.fail(sequence, error)
                 continue
             idle_since = self.clock()
             self._stalled_since = None
             self.steps.add(step, result)
+            engine_accounts.note_step(self.trail, step, began_s, idle_since)
             slow = self.steps.slow(step, result, waited_s, self.spec.config.engine.slow_step_ms, idle_since)
             if slow is not None:
                 self.log.warning("slow decode step", **slow)
@@ -173,7 +217,8 @@ class EngineActor(Actor):
         if await self._woken(QUIET_S):
             return
         self.check()
-        await self._woken(ASK_AGAIN_S if self.engine.waiting or self.engine.running else None)
+        is_short = self.engine.waiting or self.engine.running or self.blocks_lacking()
+        await self._woken(ASK_AGAIN_S if is_short else None)
 
     async def _woken(self, timeout_s: float | None) -> bool:
         try:
@@ -190,9 +235,10 @@ class EngineActor(Actor):
     def _between_steps(self) -> None:
         self._do_commands()
         for sequence in self.engine.admit():
+            engine_accounts.note_admission(self.trail, sequence, self.clock())
             if sequence.num_admitted == 1:
                 self.admitted(sequence)
-        self.extents.mind(self.engine.blocks_lacking(), self.engine.num_unreserved, self.clock())
+        self.extents.mind(self.blocks_lacking(), self.engine.num_unreserved, self.clock())
         self._tell_cache()
 
     async def _fill_batch(self) -> None:
@@ -239,6 +285,7 @@ class EngineActor(Actor):
             ship_to=message.ship_to,
             received_s=self.clock(),
         )
+        self.trail.note(message.request, "received", sequence.received_s, None, message.attempt)
         for segment in message.prefix:
             try:
                 self.borrow(sequence, segment)
@@ -268,14 +315,12 @@ class EngineActor(Actor):
         code = error.code if isinstance(error, PDError) else "internal"
         self.tell(ROUTER, Failed(sequence.request, sequence.attempt, code, f"{self.spec.name}: {error}"))
 
-    def _fail_step(self, step: Step, error: Exception) -> None:
-        for sequence, _ in step.portions:
-            self.fail(sequence, error)
-
     def _leave(self, sequence: Sequence) -> None:
         """Let go of a sequence and everything that it holds; runs between steps, so nothing reads it any more."""
+        publish(self, sequence)
         self.engine.remove(sequence)
         self.give_leases_back(sequence)
+        self.trail.note(sequence.request, "left", self.clock(), None, sequence.attempt)
 
     def _on_release(self, _sender: Member, message: Release) -> None:
         def release() -> None:

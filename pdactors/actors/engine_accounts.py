@@ -13,8 +13,10 @@ from pdactors.messages import DecodePart, LeaseInfo, Load, PrefillPart, Report, 
 if TYPE_CHECKING:
     from pdactors.actors.actor import Actor
     from pdactors.actors.engine import EngineActor
-    from pdactors.engine.step import Outcome
+    from pdactors.engine.sequence import Sequence
+    from pdactors.engine.step import Outcome, Step
     from pdactors.kv.loans import Loans
+    from pdactors.observe.trail import Trail
 
 
 def load(actor: EngineActor) -> Load:
@@ -32,13 +34,32 @@ def load(actor: EngineActor) -> Load:
         max_blocks=actor.extents.max_blocks(max(here, actor.spec.num_engines) + actor.spec.config.moves_kv),
         blocks=msgspec.structs.replace(actor.pool.account(), leased_in=len(borrowed)),
         step_ms=actor.steps.times(),
-        blocks_lacking=engine.blocks_lacking(),
+        blocks_lacking=actor.blocks_lacking(),
         prompt_tokens_computed=engine.num_computed,
         num_preempted=engine.num_preempted,
         prefill_use=prefill,
         decode_use=decode,
         way=model.description,
+        busy_s=round(actor.steps.busy_s, 3),
     )
+
+
+def note_admission(trail: Trail, sequence: Sequence, now: float) -> None:
+    """Note that a sequence runs from now on; `again` after it was preempted."""
+    again = {"again": sequence.num_admitted - 1} if sequence.num_admitted > 1 else {}
+    trail.note(sequence.request, "admitted", now, None, sequence.attempt, tokens_ready=sequence.num_stored, **again)
+
+
+def note_step(trail: Trail, step: Step, began_s: float, ended_s: float) -> None:
+    """Note a step that has run, before its results are taken in."""
+    batch, decoding = len(step.portions), []
+    for sequence, num_tokens in step.portions:
+        if sequence.is_prompt:
+            trail.note(sequence.request, "chunk", began_s, ended_s, sequence.attempt, tokens=num_tokens, batch=batch)
+        else:
+            decoding.append(sequence.request)
+    if decoding:
+        trail.step(decoding, began_s, ended_s, batch)
 
 
 def token(actor: EngineActor, outcome: Outcome) -> Token:
@@ -47,10 +68,18 @@ def token(actor: EngineActor, outcome: Outcome) -> Token:
     index = len(sequence.tokens) - 1
     prefill = decode = None
     if index == 0:
-        prefill = PrefillPart(sequence.num_cached, sequence.received_s, sequence.begin_s, actor.clock())
+        now = actor.clock()
+        prefill = PrefillPart(sequence.num_cached, sequence.received_s, sequence.begin_s, now)
+        actor.trail.note(sequence.request, "first token", now, None, sequence.attempt)
     elif index == 1 and sequence.handle is not None:
+        handle = sequence.handle
         decode = DecodePart(
-            sequence.path, sequence.sent_s, sequence.adopted_s, sequence.path_reason, sequence.handle.codec
+            sequence.path,
+            sequence.sent_s,
+            sequence.adopted_s,
+            sequence.path_reason,
+            handle.codec,
+            sequence.num_pruned,
         )
     return Token(
         sequence.request,
@@ -90,10 +119,9 @@ def report(actor: EngineActor, plain: Report) -> Report:
         actor.check()
     except InvariantError as error:
         faults.append(error.message)
-    sequences = (*actor.engine.running, *actor.engine.waiting)
     return msgspec.structs.replace(
         plain,
-        requests=tuple(s.request for s in sequences),
+        requests=actor.requests(),
         leases=lease_infos(actor, actor.loans),
         faults=tuple(faults),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pdactors.kv.arena import Arena
 from pdactors.kv.blocks import BlockPool
@@ -11,6 +11,7 @@ from pdactors.messages import ReturnExtents, WantExtents
 from pdactors.policy import extents
 
 REPEAT_S = 0.1  # a wish that was not granted is repeated
+STEP_BLOCKS = 32  # that are asked for at once at least, where extents are smaller
 
 
 class ExtentKeeper:
@@ -30,27 +31,34 @@ class ExtentKeeper:
         self._slot = slot
         self._ask = ask
         per_sequence = -(-max_sequence_blocks // arena.extent_blocks)
-        self._minimum = extents.guaranteed(arena.num_extents, num_engines, per_sequence)
+        self.minimum = extents.guaranteed(arena.num_extents, num_engines, per_sequence)
+        self._step = max(arena.extent_blocks, min(STEP_BLOCKS, arena.num_blocks // (16 * num_engines)))
         self._num_wanted = 0
         self._asked_s = 0.0
         self._grew = asyncio.Event()
+        self._arriving: set[int] = set()  # granted, not in the pool yet
         self._mapped: set[int] = set()  # extents of others
 
     def max_blocks(self, num_engines: int) -> int:
         """Return how many blocks the pool can come to own while the others of `num_engines` keep their minimum."""
-        reachable = extents.reachable(self._arena.num_extents, num_engines, self._minimum)
+        reachable = extents.reachable(self._arena.num_extents, num_engines, self.minimum)
         return min(self._arena.num_blocks, reachable * self._arena.extent_blocks)
 
     def take_over(self) -> None:
-        """Use what a predecessor in this slot had."""
+        """Use what a predecessor in this slot had; nothing that it said is on its way to the migrator any more."""
         for extent in self._arena.extents_of(self._slot):
             self._pool.add_extent(self._arena.blocks_of_extent(extent))
 
+    def reconcile(self) -> None:
+        """Return what is ours by the table and unknown here: what its lost keeper gave us, or had been given by us."""
+        known = {blocks.start // self._arena.extent_blocks for blocks in self._pool.extents} | self._arriving
+        if lost := set(self._arena.extents_of(self._slot)) - known:
+            self._ask(ReturnExtents(tuple(sorted(lost))))
+
     def mind(self, lacking: int, spare: int, now: float) -> None:
-        """Ask for memory when `lacking` blocks are missed, or fewer than half an extent is spare."""
-        wanted = -(-lacking // self._arena.extent_blocks)
-        if not wanted and spare < self._arena.extent_blocks / 2:
-            wanted = 1
+        """Ask for memory when `lacking` blocks are missed, or fewer than half a step is spare."""
+        missed = max(lacking, self._step if spare < self._step / 2 else 0)
+        wanted = -(-missed // self._arena.extent_blocks)
         if wanted and (wanted != self._num_wanted or now - self._asked_s > REPEAT_S):
             self._num_wanted, self._asked_s = wanted, now
             self._ask(WantExtents(wanted))
@@ -68,8 +76,10 @@ class ExtentKeeper:
 
     async def add(self, granted: tuple[int, ...]) -> None:
         """Have the memory of granted extents backed, then use it."""
+        self._arriving.update(granted)
+        await asyncio.to_thread(_each, self._arena.populate, granted)
+        self._arriving.difference_update(granted)
         for extent in granted:
-            await asyncio.to_thread(self._arena.populate, extent)
             blocks = self._arena.blocks_of_extent(extent)
             if self._arena.extent_owner(extent) == self._slot and blocks not in self._pool.extents:
                 self._pool.add_extent(blocks)
@@ -84,17 +94,21 @@ class ExtentKeeper:
 
     async def map_ahead(self, new: list[int]) -> None:
         """Map extents of others: a page fault is dear, and would be met by the step that reads a prompt."""
-        for extent in new:
-            await asyncio.to_thread(self._arena.map_ahead, extent)
+        await asyncio.to_thread(_each, self._arena.map_ahead, new)
 
     def give_back(self, count: int, spare: int) -> None:
         """Return up to `count` extents that hold nothing live, out of `spare` blocks that nobody claims."""
         returned = []
         for blocks in self._pool.removable_extents()[:count]:
-            if len(self._pool.extents) <= self._minimum or spare < len(blocks):
+            if len(self._pool.extents) <= self.minimum or spare < len(blocks):
                 break
             self._pool.remove_extent(blocks)
             spare -= len(blocks)
             returned.append(blocks.start // self._arena.extent_blocks)
         if returned:
             self._ask(ReturnExtents(tuple(returned)))
+
+
+def _each(action: Callable[[int], None], extents: Sequence[int]) -> None:
+    for extent in extents:
+        action(extent)

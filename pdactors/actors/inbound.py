@@ -53,6 +53,7 @@ class Coming:
     blocks: dict[int, int]  # index in the sequence -> our block, stored whole
     num_reserved: int  # blocks that are set aside and not granted yet
     began_s: float
+    num_pruned: int = 0
     granted: set[int] = field(default_factory=set)  # indices whose transfer is under way
     num_bytes: int = 0
     codec: Codec = "none"
@@ -68,6 +69,7 @@ class _Landing:
     blocks: list[int]
     expected: Header
     header: NDArray[np.uint8]
+    granted_s: float
 
 
 class Inbound:
@@ -78,7 +80,7 @@ class Inbound:
         self._coming: dict[Key, Coming] = {}
         self._offers: deque[tuple[Member, Offer]] = deque()  # for which there is no room yet
         self._landing: set[_Landing] = set()
-        self.num_reserved = 0
+        self._holdings = mover.holdings
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -95,12 +97,7 @@ class Inbound:
         if not self._offers:
             return 0
         needed = self._mover.spec.layout.num_blocks(self._offers[0][1].num_tokens)
-        return max(0, needed - self.num_unreserved)
-
-    @property
-    def num_unreserved(self) -> int:
-        """Blocks that are set aside for nobody."""
-        return self._mover.pool.num_available - self.num_reserved
+        return max(0, needed - self._holdings.num_unreserved)
 
     # ---- A migration --------
 
@@ -111,9 +108,12 @@ class Inbound:
         reason = ""
         if offer.layout != spec.layout.fingerprint:
             reason = f"KV layout: theirs is {offer.layout}, ours is {spec.layout.fingerprint}"
-        elif not 1 <= offer.num_tokens <= spec.model.max_model_len:
-            reason = f"{offer.num_tokens} tokens; model.max_model_len is {spec.model.max_model_len}"
-        elif len(offer.digests) >= num_blocks:  # the last block is never one that others have
+        elif not 1 <= offer.num_tokens <= spec.model.max_model_len - offer.num_pruned:
+            limit = f"model.max_model_len is {spec.model.max_model_len}"
+            reason = f"{offer.num_tokens} tokens and {offer.num_pruned} left out; {limit}"
+        elif offer.num_pruned and offer.digests:
+            reason = f"{offer.num_pruned} tokens are left out, so no digest says what a block holds"
+        elif len(offer.digests) > num_blocks:
             reason = f"{len(offer.digests)} digests of {num_blocks} blocks"
         if reason:
             self._mover.tell(sender.name, Abandon(offer.request, offer.attempt, reason))
@@ -128,9 +128,9 @@ class Inbound:
             sender, offer = self._offers[0]
             ready = self._mover.pool.match(offer.digests)
             num_blocks = self._mover.spec.layout.num_blocks(offer.num_tokens)
-            if num_blocks - len(ready) > self.num_unreserved:
+            if num_blocks - len(ready) > self._holdings.num_unreserved:
                 self._mover.pool.free(ready)
-                self._mover.want_memory()
+                self._holdings.extents.mind(self.blocks_lacking, self._mover.arena.num_blocks, self._mover.clock())
                 return
             self._offers.popleft()
             coming = Coming(
@@ -142,8 +142,9 @@ class Inbound:
                 dict(enumerate(ready)),
                 num_blocks - len(ready),
                 self._mover.clock(),
+                offer.num_pruned,
             )
-            self.num_reserved += coming.num_reserved
+            self._holdings.num_reserved += coming.num_reserved
             self._coming[coming.key] = coming
             self._mover.tell(sender.name, Taken(*coming.key, len(ready)))
             self._complete(coming)
@@ -161,7 +162,7 @@ class Inbound:
             )
         blocks = self._mover.pool.allocate(ask.count)
         coming.num_reserved -= ask.count
-        self.num_reserved -= ask.count
+        self._holdings.num_reserved -= ask.count
         coming.granted.update(wanted)
         coming.codec = ask.codec
         grant = Grant(*coming.key, ask.transfer, secrets.randbits(TAG_BITS - 1) << 1, secrets.token_bytes(SECRET_BYTES))
@@ -170,7 +171,7 @@ class Inbound:
             grant.secret, spec.layout.fingerprint, sender.incarnation, spec.incarnation, ask.attempt, ask.transfer,
             ask.start, ask.count, ask.codec, ask.count * self._mover.wire_bytes(ask.codec),
         )  # fmt: skip
-        landing = _Landing(coming, ask, blocks, expected, np.zeros(HEADER_BYTES, np.uint8))
+        landing = _Landing(coming, ask, blocks, expected, np.zeros(HEADER_BYTES, np.uint8), self._mover.clock())
         self._landing.add(landing)
         try:
             self._mover.port.receive(
@@ -215,6 +216,10 @@ class Inbound:
         """Check what has arrived, and count it in."""
         coming, ask = landing.coming, landing.ask
         wrong = await self._mover.in_thread(self._check, landing, parts)
+        self._mover.transferred(
+            "receive", coming.key, landing.granted_s, self._mover.clock(), peer=coming.source.name, codec=ask.codec,
+            bytes=landing.expected.size, blocks=ask.count, error=wrong,
+        )  # fmt: skip
         if wrong or coming.is_over:
             self._drop(landing)
         else:
@@ -241,7 +246,7 @@ class Inbound:
         coming.granted.difference_update(range(ask.start, ask.start + ask.count))
         if not coming.is_over:
             coming.num_reserved += ask.count
-            self.num_reserved += ask.count
+            self._holdings.num_reserved += ask.count
         self.serve()
 
     # ---- Endings --------
@@ -267,10 +272,13 @@ class Inbound:
             segments=(Segment(mover.spec.name, lease, 0, tuple(blocks)),),
             num_tokens=coming.num_tokens,
             codec=coming.codec,
+            num_pruned=coming.num_pruned,
         )
-        seconds = mover.clock() - coming.began_s
+        now = mover.clock()
+        seconds = now - coming.began_s
+        mover.noted("arrival", coming.key, coming.began_s, now, peer=coming.source.name, codec=coming.codec)
         mover.tell(ROUTER, Migrated(*coming.key, handle, coming.num_bytes, seconds, coming.codec))
-        return mover.tell_cache()
+        return self._holdings.tell_cache()
 
     def abandoned(self, sender: Member, message: Abandon) -> None:
         """The source does not go on."""
@@ -305,6 +313,6 @@ class Inbound:
         """Let go of what is here; what is still landing goes when it has landed."""
         del self._coming[coming.key]
         coming.is_over = True
-        self.num_reserved -= coming.num_reserved
+        self._holdings.num_reserved -= coming.num_reserved
         coming.num_reserved = 0
         self._mover.pool.free([coming.blocks[i] for i in sorted(coming.blocks)])

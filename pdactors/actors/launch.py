@@ -23,12 +23,15 @@ from pdactors.actors.spec import ActorSpec, Descriptors, ModelSpec
 from pdactors.actors.supervisor import Supervisor
 from pdactors.config.address import Address, local_ip, parse_address
 from pdactors.config.cluster import ClusterConfig, NodeSection
+from pdactors.config.keys import CLIENT, cluster_keys, folder_of
 from pdactors.config.logging import get_logger
 from pdactors.config.memory import available_bytes
 from pdactors.engine.shape import ModelShape, model_fingerprint
 from pdactors.errors import ConfigError
 from pdactors.kv.arena import Arena
-from pdactors.transport import transport_for
+from pdactors.transport import mooncake, transport_for
+
+KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}  # seconds; peers that vanished
 
 
 def launch(
@@ -53,6 +56,8 @@ def launch(
     """
     blueprint.check_available(config)
     config.security.client_token()  # it can be read
+    if config.mooncake:
+        mooncake.check_available(config.mooncake)
     hosts = {node.name: ip for node in config.node if (ip := local_ip(node.host)) is not None}
     nodes = blueprint.nodes_here(config, hosts, node)
     shape = ModelShape.read(folder)
@@ -79,6 +84,8 @@ def launch(
             on_ready(ready)
 
         addresses = _client_addresses(sockets) if sockets else blueprint.client_addresses(config)
+        if config.security.curve and (key := folder_of(config.security.key_dir) / f"{CLIENT}.key").exists():
+            addresses["key"] = str(key)
         asyncio.run(_live(lambda: _make_share(run, plans, addresses, tell_ready), lifeline))
 
 
@@ -103,7 +110,7 @@ def _plan_run(
     num_nodes: int,
 ) -> Run:
     """Begin a run where the router is, or get ready to learn which run it is that this share joins."""
-    secret = config.security.join_token
+    secret = config.security.actor_token()
     if not secret and num_nodes == len(config.node):  # nobody else is to know it
         secret = secrets.token_hex(16)
     return Run(
@@ -122,6 +129,7 @@ def _plan_run(
         join_token=secret,
         supervisor_pid=os.getpid(),
         hosts=hosts,
+        keys=cluster_keys(folder_of(config.security.key_dir)) if config.security.curve else None,
     )
 
 
@@ -145,7 +153,8 @@ def _make_share(
     fds = {fd for actors in plans for actor in actors for fd in msgspec.structs.astuple(actor.fds) if fd >= 0}
     nursery = Nursery(run.model.folder, run.config.model.dtype, run.layout.block_tokens, sorted(fds))
     supervisors = [
-        Supervisor(_supervisor_spec(actors[0]), transport_for(run.control), actors, nursery) for actors in plans
+        Supervisor(_supervisor_spec(actors[0]), transport_for(run.control, run.keys), actors, nursery)
+        for actors in plans
     ]
     return Share(supervisors, nursery, addresses, tell_ready)
 
@@ -210,6 +219,9 @@ def _bound(key: str, text: str) -> Iterator[socket.socket]:
         raise ConfigError(f'{key} = "{text}": cannot listen there: {error.strerror or error}') from error
     with listening:
         listening.setblocking(False)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit all of these
+        for option, value in KEEPALIVE.items():
+            listening.setsockopt(socket.IPPROTO_TCP, option, value)
         yield listening
 
 

@@ -27,4 +27,5 @@ def lend_cached(actor: Actor, pool: BlockPool, loans: Loans, num_unreserved: Cal
         except Overloaded:
             actor.log.warning("no lease record is free", request=pin.request)
         pool.free(blocks)
+    actor.trail.note(pin.request, "lent", actor.clock(), None, pin.attempt, blocks=len(blocks))
     actor.tell(ROUTER, Pinned(pin.request, pin.attempt, pin.start, segment))

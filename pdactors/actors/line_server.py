@@ -10,10 +10,13 @@ from __future__ import annotations
 import asyncio
 import hmac
 import socket
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from pdactors.actors.line_reader import PIECE_BYTES, LineReader, LineTooLate, LineTooLong
+from pdactors.actors.lobby import Lobby
 from pdactors.client_messages import AnyEvent, DoneEvent, ErrorEvent, RequestBody, RequestId, TokenEvent, encode_line
 from pdactors.errors import BadRequest, Overloaded, PDError, Unauthorized
 from pdactors.messages import explain
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
     from pdactors.actors.gateway import Gateway
 
 MAX_LINE_BYTES = 1 << 20
+MAX_TOKEN_LINE_BYTES = 8192
+TOKEN_S = 20.0  # from the connection to the token's line
+LINES_A_TURN = 8  # of the loop, from all connections together
 MAX_UNREAD_BYTES = 4 << 20  # what a client may leave unread before it is cut off
 MAX_REQUESTS = 1024  # in flight on one connection
 LAST_WORDS_S = 2.0  # how long a client that is about to be closed may go on sending
@@ -48,10 +54,6 @@ _cancel_decoder = msgspec.json.Decoder(_Cancel)
 _auth_decoder = msgspec.json.Decoder(_Auth)
 
 
-class LineTooLong(BadRequest):
-    """The line protocol's connection ends here."""
-
-
 class LineServer:
     """Accepts connections on a listening socket that the supervisor holds."""
 
@@ -59,20 +61,43 @@ class LineServer:
         self._gateway = gateway
         self._server: asyncio.Server | None = None
         self._connections: set[LineConnection] = set()
+        self._waiting: deque[asyncio.Future[None]] = deque()  # connections that have a line
+        self.lobby: Lobby[LineConnection] = Lobby()
 
     async def start(self, fd: int) -> None:
         """Serve the listening socket `fd`."""
         self._server = await asyncio.start_server(
-            self._serve, sock=socket.socket(fileno=fd), limit=MAX_LINE_BYTES, backlog=1024
+            self._serve, sock=socket.socket(fileno=fd), limit=PIECE_BYTES, backlog=1024
         )
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = LineConnection(self._gateway, reader, writer)
+        connection = LineConnection(self, self._gateway, reader, writer)
         self._connections.add(connection)
         try:
-            await connection.run()
+            if self.lobby.enter(connection):
+                await connection.run()
+            else:
+                connection.refuse(Overloaded("too many connections", retry_after_s=1.0))
         finally:
+            self.lobby.leave(connection)
             self._connections.discard(connection)
+
+    async def turn(self) -> None:
+        """Wait for the next line's turn: connections take turns, and the loop has time for its other work."""
+        loop = asyncio.get_running_loop()
+
+        def give_turns() -> None:
+            for _ in range(min(LINES_A_TURN, len(self._waiting))):
+                waiting = self._waiting.popleft()
+                if not waiting.done():  # its task was cancelled
+                    waiting.set_result(None)
+            if self._waiting:
+                loop.call_soon(give_turns)
+
+        if not self._waiting:
+            loop.call_soon(give_turns)
+        self._waiting.append(loop.create_future())
+        await self._waiting[-1]
 
     async def close(self) -> None:
         """Stop listening and close every connection."""
@@ -85,20 +110,26 @@ class LineServer:
 class LineConnection:
     """One client. JSON requests run side by side, plain prompts one after the other."""
 
-    def __init__(self, gateway: Gateway, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, server: LineServer, gateway: Gateway, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._server = server
         self._gateway = gateway
         self._reader = reader
         self._writer = writer
-        self._is_known = not gateway.token
+        self._lines = LineReader(reader, gateway.clock, lambda num_bytes: server.lobby.hold(self, num_bytes))
         self._requests: dict[RequestId, str] = {}
         self._num_anonymous = 0
 
     async def run(self) -> None:
         """Serve the connection to its end."""
         try:
-            while (line := await self._next_line()) is not None:
+            await self._let_in()
+            while not self._has_left and (line := await self._lines.next(MAX_LINE_BYTES)) is not None:
+                await self._server.turn()
                 await self._take(line)
-        except (Unauthorized, LineTooLong) as error:
+                self._rest()
+        except (Unauthorized, LineTooLong, LineTooLate) as error:
             await self._turn_away(error)
         except (ConnectionError, TimeoutError):
             pass
@@ -106,22 +137,29 @@ class LineConnection:
             self._cancel_all()
             self.close()
 
+    @property
+    def _has_left(self) -> bool:
+        return self._writer.transport.is_closing()
+
+    def refuse(self, error: PDError) -> None:
+        """Close before anything was asked."""
+        self._send_error(None, error)
+        self.close()
+
     def close(self) -> None:
         """Flush and close; idempotent."""
-        if not self._writer.transport.is_closing():
+        if not self._has_left:
             self._writer.close()
 
-    async def _next_line(self) -> bytes | None:
-        """Return the next line without its end; None at the end of input. Raises LineTooLong."""
-        try:
-            line = await self._reader.readuntil(b"\n")
-        except asyncio.IncompleteReadError as error:
-            line = error.partial
-            if not line:
-                return None
-        except asyncio.LimitOverrunError:
-            raise LineTooLong(f"line: longer than {MAX_LINE_BYTES} bytes") from None
-        return line.removesuffix(b"\n").removesuffix(b"\r")
+    def cut(self, why: str) -> None:
+        """Close at once."""
+        self._gateway.drop(f"client: {why}")
+        self._writer.transport.abort()
+
+    def _rest(self) -> None:
+        """Nothing is under way: it waits for the next request, as long as nobody needs its place."""
+        if not self._requests:
+            self._server.lobby.wait(self)
 
     async def _turn_away(self, error: PDError) -> None:
         """Send a last error, and drop what still comes: closing with unread input would reset the connection."""
@@ -130,28 +168,30 @@ class LineConnection:
         try:
             self._writer.write_eof()
             async with asyncio.timeout(LAST_WORDS_S):
-                while await self._reader.read(1 << 16):
+                while await self._reader.read(PIECE_BYTES):
                     pass
         except (OSError, TimeoutError):
             pass  # it was told
 
-    async def _take(self, line: bytes) -> None:
-        is_json = line.lstrip().startswith(b"{")
-        if not self._is_known:
-            self._authorize(line)
-        elif is_json:
-            self._take_json(line)
-        else:
-            await self._take_plain(line)
-
-    def _authorize(self, line: bytes) -> None:
+    async def _let_in(self) -> None:
+        """Have the token shown, if there is one; raises Unauthorized."""
+        if not self._gateway.token:
+            return
         try:
-            token = _auth_decoder.decode(line).token
-        except (msgspec.DecodeError, UnicodeDecodeError):
+            line = await self._lines.next(MAX_TOKEN_LINE_BYTES, TOKEN_S)
+            token = _auth_decoder.decode(line or b"").token
+        except LineTooLate:
+            raise Unauthorized(f"no token came within {TOKEN_S:.0f} s") from None
+        except (msgspec.DecodeError, UnicodeDecodeError, LineTooLong):
             raise Unauthorized('the first line must be {"token": "…"}') from None
         if not hmac.compare_digest(token.encode(), self._gateway.token.encode()):
             raise Unauthorized("wrong token")
-        self._is_known = True
+
+    async def _take(self, line: bytes) -> None:
+        if line.lstrip().startswith(b"{"):
+            self._take_json(line)
+        else:
+            await self._take_plain(line)
 
     # ---- JSON --------
 
@@ -185,10 +225,12 @@ class LineConnection:
 
     def _submit(self, body: RequestBody, id: RequestId) -> None:
         self._requests[id] = ""
+        self._server.lobby.work(self)
 
         def sink(event: AnyEvent) -> None:
             if not isinstance(event, TokenEvent):
                 self._requests.pop(id, None)
+                self._rest()
             self._send(encode_line(event))
 
         request = self._gateway.submit(body, id, sink)
@@ -214,6 +256,7 @@ class LineConnection:
         except BadRequest as error:
             self._send(_plain_error(error))
             return
+        self._server.lobby.work(self)
         ended = asyncio.Event()
         dots = DotStuffing()
 

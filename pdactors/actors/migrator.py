@@ -1,4 +1,4 @@
-"""The migrator of a node: grants the arena's extents to the node's engines, and moves KV to and from other nodes.
+"""The migrator of a node: grants the arena's extents to the node's engines, keeps what they publish, and moves KV.
 
 It is not on the lease path: engines lend to each other through the arena without asking it.
 """
@@ -11,6 +11,7 @@ import msgspec
 
 from pdactors.actors.actor import Actor
 from pdactors.actors.engine_accounts import lease_infos
+from pdactors.actors.holdings import Holdings
 from pdactors.actors.mover import Mover
 from pdactors.actors.spec import ENGINES, ActorSpec
 from pdactors.errors import InvariantError
@@ -31,6 +32,7 @@ from pdactors.messages import (
     Migrate,
     Offer,
     Pin,
+    Publish,
     RecallExtents,
     Release,
     Report,
@@ -59,20 +61,26 @@ class Migrator(Actor):
         self._names: dict[int, str] = {}  # slot -> owner, of those that joined
         self._retired: set[int] = set()  # slots whose engine is gone for good
         self._demand: dict[int, int] = {}  # slot -> extents that it asked for and did not get
-        self.mover = Mover(self) if spec.config.moves_kv else None
+        self.holdings = Holdings(self) if spec.config.migrators_own else None
+        self.mover = Mover(self, self.holdings) if self.holdings is not None and spec.config.moves_kv else None
         self.accept(WantExtents, self._on_want, *ENGINES, "migrator")
         self.accept(ReturnExtents, self._on_return, *ENGINES, "migrator")
         self.accept(Retired, self._on_retired, "router")
+        if self.holdings is not None:
+            self._accept_holdings(self.holdings)
         if self.mover is not None:
             self._names[spec.slot] = spec.name
             self._accept_moves(self.mover)
 
+    def _accept_holdings(self, holdings: Holdings) -> None:
+        self.accept(Extents, lambda _, message: self._add_extents(holdings, message), "migrator")
+        self.accept(Pin, lambda _, message: holdings.pin(message), "router")
+        self.accept(Release, lambda _, message: self._on_release(holdings, message), "router", "prefill")
+        if self.spec.config.has_store:
+            self.accept(Publish, lambda sender, message: self._on_publish(holdings, sender, message), *ENGINES)
+
     def _accept_moves(self, mover: Mover) -> None:
-        self.accept(Extents, lambda _, message: self._add_extents(mover, message), "migrator")
-        self.accept(RecallExtents, lambda _, message: mover.give_back(message.count), "migrator")
-        self.accept(Pin, lambda _, message: mover.pin(message), "router")
-        self.accept(Release, lambda _, message: mover.release(message), "router", "prefill")
-        self.accept(Migrate, lambda _, message: mover.outbound.migrate(message), "router")
+        self.accept(Migrate, lambda _, message: mover.outbound.migrate(message), "router", "prefill")
         self.accept(Announce, lambda _, message: mover.outbound.announce(message), "prefill")
         self.accept(DataPort, mover.port_offered, "migrator")
         self.accept(Alive, lambda sender, _: mover.alive(sender), "migrator")
@@ -90,15 +98,20 @@ class Migrator(Actor):
         super().open()
 
     async def start(self) -> None:
+        if self.holdings is not None:
+            await self.holdings.start()
+            self.every(SWEEP_S, self.holdings.tick)
+            self.every(self.spec.config.kv.lease_s / 4, self._renew)
         if self.mover is not None:
             await self.mover.start()
             self.every(SWEEP_S, self.mover.tick)
             self.every(self.spec.config.router.heartbeat_ms / 1000, self.mover.mind_peers)
-            self.every(self.spec.config.kv.lease_s / 4, self.mover.renew)
 
     async def close(self) -> None:
         if self.mover is not None:
             self.mover.close()
+        if self.holdings is not None:
+            self.holdings.close()
 
     def wants(self, member: Member) -> bool:
         """Of two migrators the one whose name comes first connects to the other."""
@@ -162,9 +175,14 @@ class Migrator(Actor):
 
     def _serve(self) -> None:
         """Give out what is free, then ask back what others can spare."""
+        if not self._demand:
+            return
         owned = self._owned()
-        free = self._free()
+        free = self.arena.free_extents()
         for slot, wanted in list(self._demand.items()):
+            short = extents.shortage(wanted, slot, owned, len(free), self._minimum)
+            if short and self.holdings is not None and slot != self.spec.slot and self.holdings.evict(short):
+                owned, free = self._owned(), self.arena.free_extents()
             count = extents.grant(wanted, slot, owned, len(free), self._minimum)
             granted, free = free[:count], free[count:]
             for extent in granted:
@@ -176,22 +194,51 @@ class Migrator(Actor):
             if not self._demand[slot]:
                 del self._demand[slot]
                 continue
-            for other, spare in extents.recall(self._demand[slot], slot, owned, self._minimum).items():
+            others = {other: n for other, n in owned.items() if other != self.spec.slot}
+            for other, spare in extents.recall(self._demand[slot], slot, others, self._minimum).items():
                 if other in self._names:
                     self.tell(self._names[other], RecallExtents(spare))
 
+    def claim(self, count: int) -> None:
+        """Let the store have up to `count` free extents that nobody is sure of."""
+        assert self.holdings is not None
+        free = self.arena.free_extents()
+        for extent in free[: extents.grant(count, self.spec.slot, self._owned(), len(free), self._minimum)]:
+            self.arena.set_extent_owner(extent, self.spec.slot)
+            self.holdings.pool.add_extent(self.arena.blocks_of_extent(extent))
+
     def _owned(self) -> Counter[int]:
-        """Return how many extents each engine has: those of the plan, and those that joined since."""
+        """Return how many extents each has who is sure of some: engines, of the plan or joined since, and the mover."""
         slots = {*range(self.spec.num_engines), *self._names} - self._retired
         return Counter({slot: len(self.arena.extents_of(slot)) for slot in sorted(slots)})
 
-    def _free(self) -> list[int]:
-        return [e for e in range(self.arena.num_extents) if self.arena.extent_owner(e) is None]
+    # ---- Holdings and moves --------
 
-    # ---- Moves --------
+    def _add_extents(self, holdings: Holdings, message: Extents) -> None:
+        async def add() -> None:
+            await holdings.extents.add(message.extents)
+            if self.mover is not None:
+                self.mover.inbound.serve()
 
-    def _add_extents(self, mover: Mover, message: Extents) -> None:
-        self.spawn(mover.add_extents(message.extents))
+        self.spawn(add())
+
+    def _on_publish(self, holdings: Holdings, sender: Member, message: Publish) -> None:
+        if self._names.get(sender.slot) != sender.name:
+            return self.drop("engine without a slot", sender=sender.name)
+        holdings.publish(sender, message)
+        return self._serve()
+
+    def _on_release(self, holdings: Holdings, message: Release) -> None:
+        if self.mover is not None:
+            self.mover.release(message)
+        holdings.loans.revoke((message.request, message.attempt))
+
+    def _renew(self) -> None:
+        """Keep what is lent and borrowed."""
+        assert self.holdings is not None
+        lost = self.holdings.loans.renew(self.clock())
+        if lost and self.mover is not None:
+            self.mover.outbound.leases_lost(lost)
 
     def _on_abandon(self, mover: Mover, sender: Member, message: Abandon) -> None:
         mover.outbound.abandoned(sender, message)
@@ -201,33 +248,34 @@ class Migrator(Actor):
 
     def load(self) -> Load:
         """Account for the blocks that no engine owns: what nobody has, and what was moved here."""
-        free = sum(len(self.arena.blocks_of_extent(extent)) for extent in self._free())
-        if self.mover is None:
-            return Load(blocks=Blocks(total=free, free=free))
-        own = self.mover.pool.account()
+        free = sum(len(self.arena.blocks_of_extent(extent)) for extent in self.arena.free_extents())
+        own = self.holdings.pool.account() if self.holdings is not None else Blocks()
         blocks = msgspec.structs.replace(own, total=own.total + free, free=own.free + free)
+        if self.mover is None:
+            return Load(blocks=blocks)
         return Load(
             running=len(self.mover.outbound.keys) + len(self.mover.inbound.keys),
             blocks=blocks,
             num_moved=self.mover.num_moved,
+            num_pruned=self.mover.num_pruned,
             bytes_moved=self.mover.num_bytes,
         )
 
     def report(self) -> Report:
         report = super().report()
         owned = sum(len(self.arena.extents_of(slot)) for slot in range(self.arena.num_slots))
-        lost = self.arena.num_extents - owned - len(self._free())
+        lost = self.arena.num_extents - owned - len(self.arena.free_extents())
         faults = [f"{lost} extents have no known owner"] if lost else []
-        if self.mover is None:
+        if self.holdings is None:
             return msgspec.structs.replace(report, faults=tuple(faults))
         try:
-            self.mover.check()
+            self.holdings.check()
         except InvariantError as error:
             faults.append(error.message)
-        keys = (*self.mover.outbound.keys, *self.mover.inbound.keys)
+        keys = (*self.mover.outbound.keys, *self.mover.inbound.keys) if self.mover is not None else ()
         return msgspec.structs.replace(
             report,
             faults=tuple(faults),
             requests=tuple(dict.fromkeys(request for request, _ in keys)),
-            leases=lease_infos(self, self.mover.loans),
+            leases=lease_infos(self, self.holdings.loans),
         )

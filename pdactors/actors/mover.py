@@ -1,4 +1,4 @@
-"""`Mover`: how a migrator moves KV between nodes. It owns what both directions need: blocks, leases, the data port.
+"""`Mover`: how a migrator moves KV between nodes. It owns what both directions need: the data port and its peers.
 
 What is moved is borrowed from one engine and lent to another, as engines do among each other, so the arena's own rules
 hold on both nodes. What has arrived stays in the prefix cache here: a second request with that beginning finds it.
@@ -10,32 +10,21 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pdactors.actors.actor import ROUTER
-from pdactors.actors.extent_keeper import ExtentKeeper
+from pdactors.actors.holdings import Holdings
 from pdactors.actors.inbound import Inbound
-from pdactors.actors.lending import lend_cached
 from pdactors.actors.outbound import Outbound
 from pdactors.errors import PDError
-from pdactors.kv.blocks import BlockPool
 from pdactors.kv.codec import CodecName, decode, encode, encoded_bytes, prepare
-from pdactors.kv.loans import Loans
-from pdactors.messages import (
-    CacheChanged,
-    Codec,
-    DataPort,
-    Fleet,
-    Member,
-    Message,
-    Pin,
-    Release,
-)
+from pdactors.messages import Codec, DataPort, Fleet, Member, Message, Release
 from pdactors.policy.codec_choice import CodecCost, choose_codec
 from pdactors.policy.liveness import Liveness
+from pdactors.policy.transfer import Key
+from pdactors.stamps import Detail
 from pdactors.transport.ports import open_port
 
 if TYPE_CHECKING:
@@ -48,30 +37,24 @@ COST_BLOCKS, COST_ROUNDS = 16, 5  # that codecs are measured with
 
 
 class Mover:
-    """The part of a migrator that moves KV. `actor` is whom it speaks through."""
+    """The part of a migrator that moves KV, from and to its `holdings`. `actor` is whom it speaks through."""
 
-    def __init__(self, actor: Migrator) -> None:
+    def __init__(self, actor: Migrator, holdings: Holdings) -> None:
         spec = actor.spec
         self.actor = actor
         self.spec = spec
         self.clock = actor.clock
         self.log = actor.log
         self.arena = actor.arena
-        self.pool = BlockPool()
-        self.loans = Loans(self.pool, self.arena.leases(), spec.slot, spec.incarnation, spec.config.kv.lease_s)
-        self.extents = ExtentKeeper(
-            self.arena,
-            self.pool,
-            spec.slot,
-            spec.num_owners,
-            spec.layout.num_blocks(spec.model.max_model_len),
-            lambda message: actor.tell(spec.name, message),
-        )
+        self.holdings = holdings
+        self.pool = holdings.pool
+        self.loans = holdings.loans
         self.port_name = spec.config.data_transport
         self.outbound = Outbound(self)
         self.inbound = Inbound(self)
         self.num_bytes = 0
         self.num_moved = 0
+        self.num_pruned = 0
         self._peers: dict[str, Member] = {}  # migrators whose data ports are connected
         self._known: dict[str, DataPort] = {}  # what they told of them
         self._num_dropped: Counter[str] = Counter()  # connections to each
@@ -82,7 +65,7 @@ class Mover:
     # ---- Life --------
 
     async def start(self) -> None:
-        """Open the data port, and go on with what a predecessor lent.
+        """Open the data port.
 
         Raises:
             ConfigError: the transport cannot be had here.
@@ -90,8 +73,6 @@ class Mover:
         node = self.spec.config.node_named(self.spec.node)
         self.port = open_port(self.port_name, host=self.spec.host, device=node.ucx_device, ports=node.ucx_ports)
         await self.in_thread(self._prepare_codecs)
-        self.extents.take_over()
-        self.loans.take_over()
         self._connect(self.actor.me(), DataPort(self.port_name, self.port.address))
 
     def close(self) -> None:
@@ -100,22 +81,9 @@ class Mover:
         self.port.close()
 
     def tick(self) -> None:
-        """Take back what ended, and ask for the memory that is missed."""
-        now = self.clock()
-        self.loans.sweep(now)
-        self.outbound.mind_deadlines(now)
+        """Give up what is overdue, and take what there is room for now."""
+        self.outbound.mind_deadlines(self.clock())
         self.inbound.serve()
-        self.tell_cache()
-
-    def renew(self) -> None:
-        """Keep what is lent and borrowed."""
-        if lost := self.loans.renew(self.clock()):
-            self.outbound.leases_lost(lost)
-
-    def check(self) -> None:
-        """Hold the books against themselves (I5)."""
-        self.pool.check()
-        self.loans.check()
 
     # ---- What both directions need --------
 
@@ -187,42 +155,48 @@ class Mover:
         if codec != "none":
             decode(codec, self.spec.layout, parts[0].reshape(len(blocks), -1), self.arena.payload(), blocks=blocks)
 
-    def moved(self, num_bytes: int) -> None:
+    def noted(self, what: str, key: Key, began_s: float, ended_s: float | None = None, **detail: Detail) -> None:
+        """Note what was done for a request."""
+        self.actor.trail.note(key[0], what, began_s, ended_s, key[1], **detail)
+
+    def transferred(
+        self,
+        what: Literal["send", "receive"],
+        key: Key,
+        began_s: float,
+        ended_s: float,
+        *,
+        error: str,
+        **detail: Detail,
+    ) -> None:
+        """Note a transfer that has ended, well or with an error."""
+        wrong = {"error": error} if error else {}
+        self.noted(what, key, began_s, ended_s, path=self.port_name, **detail, **wrong)
+
+    def moved(self, key: Key, began_s: float, num_bytes: int, target: str, codec: Codec, num_pruned: int) -> None:
         """Count a migration that is complete."""
+        now = self.clock()
+        seconds = now - began_s
         self.num_bytes += num_bytes
         self.num_moved += 1
-
-    # ---- Memory --------
-
-    def want_memory(self) -> None:
-        """Ask for what the next offer lacks."""
-        self.extents.mind(self.inbound.blocks_lacking, self.arena.extent_blocks, self.clock())
-
-    async def add_extents(self, granted: tuple[int, ...]) -> None:
-        """Use extents that we were given."""
-        await self.extents.add(granted)
-        self.inbound.serve()
-
-    def give_back(self, count: int) -> None:
-        """Return extents that hold nothing live."""
-        self.extents.give_back(count, self.inbound.num_unreserved)
-        self.tell_cache()
-
-    def tell_cache(self) -> None:
-        """Let the router know what our prefix cache gained and lost."""
-        changes = self.pool.drain_events()
-        if changes.added or changes.evicted:
-            self.tell(ROUTER, CacheChanged(tuple(changes.added), tuple(changes.evicted)))
-
-    def pin(self, message: Pin) -> None:
-        """Lend what is still cached of a prefix."""
-        lend_cached(self.actor, self.pool, self.loans, lambda: self.inbound.num_unreserved, message)
+        self.num_pruned += num_pruned > 0
+        self.noted("migration", key, began_s, now, to=target, path=self.port_name, codec=codec, bytes=num_bytes)
+        self.log.info(
+            "migrated",
+            request=key[0],
+            to=target,
+            path=self.port_name,
+            codec=codec,
+            pruned_tokens=num_pruned,
+            mb=round(num_bytes / 1e6, 2),
+            ms=round(1000 * seconds, 1),
+            gb_s=round(num_bytes / seconds / 1e9, 3),
+        )
 
     def release(self, message: Release) -> None:
         """The request is over, or an attempt of it."""
         self.outbound.release(message)
         self.inbound.release(message)
-        self.loans.revoke((message.request, message.attempt))
 
     # ---- Peers --------
 

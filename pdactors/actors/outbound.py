@@ -30,7 +30,6 @@ from pdactors.messages import (
     Member,
     Migrate,
     Offer,
-    Priority,
     Release,
     Segment,
     Stored,
@@ -59,6 +58,7 @@ class Leaving:
     watched: list[Lease]  # held by the engine that borrowed them; they must stand until all is sent
     codec: Codec
     began_s: float
+    num_pruned: int = 0
     is_complete: bool = False  # all of it is known, not only what was announced
     num_ready: int | None = None  # leading blocks that the destination has; None until it said so
     queued: set[int] = field(default_factory=set)  # indices that were handed to the queue
@@ -96,7 +96,7 @@ class Outbound:
         if leaving is None:
             if not self._mover.can_reach(message.target):
                 return
-            leaving = self._begin(key, message.target, message.num_tokens, message.priority, message.digests)
+            leaving = self._begin(message, message.num_tokens)
         try:
             self._take(leaving, [message.segment], message.segment.owner)
         except (LeaseLost, Refused) as error:
@@ -118,9 +118,8 @@ class Outbound:
             self._unreachable[key] = message, self._mover.clock() + REACH_S
             return None
         if leaving is None:
-            leaving = self._begin(
-                key, message.target, handle.num_tokens, message.priority, message.digests, message.time_left_s
-            )
+            codec: Codec | None = None if handle.owner else "none"  # what others are to read has to be exact
+            leaving = self._begin(message, handle.num_tokens, handle.num_pruned, message.time_left_s, codec)
         if message.time_left_s is not None:
             self.queue.set_deadline(key, self._mover.clock() + message.time_left_s)
         try:
@@ -134,19 +133,19 @@ class Outbound:
 
     def _begin(
         self,
-        key: Key,
-        target: str,
+        message: Announce | Migrate,
         num_tokens: int,
-        priority: Priority,
-        digests: tuple[bytes, ...],
+        num_pruned: int = 0,
         left_s: float | None = None,
+        codec: Codec | None = None,
     ) -> Leaving:
-        mover = self._mover
-        codec = mover.codec_for(target, num_tokens, left_s)
-        leaving = Leaving(key, target, num_tokens, {}, [], [], codec, mover.clock())
+        mover, target, key = self._mover, message.target, (message.request, message.attempt)
+        codec = codec or mover.codec_for(target, num_tokens, left_s)
+        leaving = Leaving(key, target, num_tokens, {}, [], [], codec, mover.clock(), num_pruned)
         self._leaving[key] = leaving
-        self.queue.add(key, target, priority, None)
-        mover.tell(target, Offer(*key, mover.spec.layout.fingerprint, num_tokens, digests, priority))
+        self.queue.add(key, target, message.priority, None)
+        layout = mover.spec.layout.fingerprint
+        mover.tell(target, Offer(*key, layout, num_tokens, message.digests, message.priority, num_pruned))
         return leaving
 
     def _take(self, leaving: Leaving, segments: Sequence[Segment], owner: str) -> None:
@@ -157,7 +156,7 @@ class Outbound:
             Refused: a block that is named is not what the lease names, or lies nowhere.
         """
         for segment in segments:
-            if segment.owner != owner:
+            if owner and segment.owner != owner:
                 leaving.watched.append(segment.lease)
                 named = self._mover.loans.named(segment.lease)
             elif segment.lease in leaving.borrowed:
@@ -286,7 +285,12 @@ class Outbound:
             return self._mover.drop("untimely stored")
         self.queue.ended(transfer, is_stored=not message.error)
         if message.transfer in leaving.sent:
-            self.rates[sender.name].note(*leaving.sent.pop(message.transfer), self._mover.clock())
+            now, (size, sent_s) = self._mover.clock(), leaving.sent.pop(message.transfer)
+            self.rates[sender.name].note(size, sent_s, now)
+            self._mover.transferred(
+                "send", leaving.key, sent_s, now, peer=sender.name, codec=leaving.codec, bytes=size,
+                blocks=transfer.num_blocks, error=message.error,
+            )  # fmt: skip
         if message.error:
             tries = leaving.tries[transfer.start] = leaving.tries.get(transfer.start, 1) + 1
             self._mover.log.warning("transfer damaged", request=leaving.key[0], reason=message.error, tries=tries)
@@ -343,18 +347,8 @@ class Outbound:
 
     def _finish(self, leaving: Leaving) -> None:
         self._end(leaving)
-        seconds = self._mover.clock() - leaving.began_s
-        self._mover.moved(leaving.num_bytes)
-        self._mover.log.info(
-            "migrated",
-            request=leaving.key[0],
-            to=leaving.target,
-            path=self._mover.port_name,
-            codec=leaving.codec,
-            mb=round(leaving.num_bytes / 1e6, 2),
-            ms=round(1000 * seconds, 1),
-            gb_s=round(leaving.num_bytes / seconds / 1e9, 3),
-        )
+        moved = self._mover.moved
+        moved(leaving.key, leaving.began_s, leaving.num_bytes, leaving.target, leaving.codec, leaving.num_pruned)
 
     def _fail(self, leaving: Leaving, reason: str) -> None:
         self._end(leaving)
@@ -363,6 +357,7 @@ class Outbound:
 
     def _strand(self, key: Key, reason: str) -> None:
         self._mover.log.warning("not migrated", request=key[0], reason=reason)
+        self._mover.noted("stranded", key, self._mover.clock(), error=reason)
         self._mover.tell(ROUTER, Stranded(*key, reason))
 
     def _is_intact(self, leaving: Leaving) -> bool:

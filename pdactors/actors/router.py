@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import msgspec
 
 from pdactors.actors.actor import GATEWAY, Actor
 from pdactors.actors.spec import ENGINES, ActorSpec
+from pdactors.actors.surveys import Surveys
 from pdactors.errors import PDError
 from pdactors.kv.prefix import cache_key
 from pdactors.messages import (
@@ -27,8 +26,6 @@ from pdactors.messages import (
     Generate,
     Heartbeat,
     Hello,
-    Inspect,
-    Inspected,
     Load,
     Member,
     Message,
@@ -45,27 +42,15 @@ from pdactors.messages import (
     StartEngines,
     State,
     Stranded,
-    Surveyed,
 )
+from pdactors.observe.trail import clock_id
 from pdactors.policy.admission import Limits
+from pdactors.policy.clocks import Clocks
 from pdactors.policy.dispatch import Dispatcher
 from pdactors.policy.liveness import Liveness
 from pdactors.policy.scaling import Crew
 from pdactors.policy.tasks import Order
 from pdactors.transport import Peer, Transport
-
-SURVEY_TIMEOUT_S = 1.0
-
-
-@dataclass
-class Survey:
-    """An Inspect under way: who has not answered yet."""
-
-    asker: str
-    query: int
-    asked_s: float
-    missing: set[str]
-    reports: list[Report] = field(default_factory=list)
 
 
 class Router(Actor):
@@ -85,8 +70,13 @@ class Router(Actor):
                 policy=config.router.policy,
                 max_distance=config.router.max_distance,
                 transport=config.kv.transport,
-                overlaps=config.kv.overlap,
+                # which tokens stay is known at the end, and a store gets what is whole
+                overlaps=config.kv.overlap and not config.prunes and not config.has_store,
+                prunes=config.prunes,
                 data_transport=config.data_transport if config.moves_kv else "",
+                has_store=config.has_store,
+                has_backing=bool(config.mooncake),
+                layout=spec.layout.fingerprint,
             )
         )
         self.liveness = Liveness(config.router.dead_after_ms / 1000)
@@ -94,8 +84,8 @@ class Router(Actor):
         self._is_draining = False
         self._draining: set[str] = set()  # engines that get no new work
         self._scaling: dict[int, tuple[Member, str]] = {}  # questions under way: who asked, and the node
-        self._surveys: dict[int, Survey] = {}
-        self._num_surveys = 0
+        self.clocks = Clocks(clock_id())
+        self._surveys = Surveys(self)
         self.accept(Heartbeat, self._on_heartbeat, "gateway", "migrator", "supervisor", *ENGINES)
         self.accept(Exited, self._on_exited, "supervisor")
         self.accept(DrainActor, self._on_drain_actor, "gateway")
@@ -108,12 +98,10 @@ class Router(Actor):
         self.accept(Pinned, self._on_pinned, "migrator", *ENGINES)
         self.accept(Migrated, self._on_migrated, "migrator")
         self.accept(Stranded, self._on_stranded, "migrator")
-        self.accept(Prefilled, self._on_prefilled, "prefill")
+        self.accept(Prefilled, self._on_prefilled, "prefill", "migrator")
         self.accept(Adopted, self._on_adopted, "decode")
         self.accept(Finished, self._on_finished, *ENGINES)
         self.accept(Failed, self._on_failed, *ENGINES)
-        self.accept(Inspect, self._on_survey, "gateway")
-        self.accept(Inspected, self._on_inspected, "gateway", "migrator", *ENGINES)
 
     def open(self) -> None:
         fd = self.spec.fds.control
@@ -128,7 +116,8 @@ class Router(Actor):
             (me, *self.members.values()),
             len(self.dispatcher.requests),
             self._is_draining,
-            len(self.dispatcher.requests.queued),
+            self.dispatcher.requests.num_unplaced,
+            self.clock(),
         )
         for name in self.members:
             self.tell(name, fleet)
@@ -139,7 +128,7 @@ class Router(Actor):
 
     def load(self) -> Load:
         requests = self.dispatcher.requests.values()
-        return Load(running=len(requests), waiting=sum(r.stage in ("queued", "waiting") for r in requests))
+        return Load(running=len(requests), waiting=sum(r.stage in ("queued", "held", "waiting") for r in requests))
 
     async def close(self) -> None:
         self.beat()  # where the run ends, others hear of it
@@ -179,7 +168,9 @@ class Router(Actor):
         """Go on without an actor that is dead."""
         del self.members[member.name]
         self.liveness.forget(member.name)
+        self.clocks.forget(member.name)
         self.dismiss(member.name)
+        self.beat()  # first: whoever is told to do something in its stead knows that it is gone
         self._perform(self.dispatcher.lost(member.name, self.clock()))
 
     def _lose_node(self, node: str, reason: str) -> None:
@@ -200,6 +191,8 @@ class Router(Actor):
         known = self.members.get(sender.name)
         if known is None:
             return self.drop("heartbeat of the lost", sender=sender.name)
+        if message.echo is not None:
+            self.clocks.heard(sender.name, message.echo, now)
         if message.state != "starting" or sender.role == "supervisor":  # starting may take an actor longer than death
             self.liveness.heard(sender.name, now)
         state: State = "draining" if sender.name in self._draining and message.state == "ready" else message.state
@@ -219,8 +212,7 @@ class Router(Actor):
         self._perform(self.dispatcher.tick(now))
         self.dispatcher.check()
         self._retire_idle()
-        for survey in [s for s in self._surveys.values() if now - s.asked_s > SURVEY_TIMEOUT_S]:
-            self._finish(survey)
+        self._surveys.mind(now)
 
     def _fence(self, name: str) -> None:
         """Have a silent actor killed; it is lost when its supervisor says that it is dead."""
@@ -330,7 +322,7 @@ class Router(Actor):
         self.dispatcher.cache_changed(sender.name, message)
 
     def _on_pinned(self, sender: Member, message: Pinned) -> None:
-        self._perform(self.dispatcher.pinned(sender.name, message))
+        self._perform(self.dispatcher.pinned(sender.name, message, self.clock()))
 
     def _on_prefilled(self, sender: Member, message: Prefilled) -> None:
         self._perform(self.dispatcher.prefilled(sender.name, message, self.clock()))
@@ -361,34 +353,12 @@ class Router(Actor):
             self._perform(self.dispatcher.cancel(Cancel(request), self.clock()))
 
     def _perform(self, orders: list[Order]) -> None:
+        for move in self.dispatcher.requests.drain_moves():
+            detail = {name: text for name, text in (("at", move.engine), ("why", move.why)) if text}
+            self.trail.note(move.request, move.stage or "gone", self.clock(), None, move.attempt, **detail)
         for to, message in orders:
             self.counts["retries"] += isinstance(message, Prefill) and message.attempt > 1
             if not self.tell(to, message) and isinstance(message, Prefill | Decode | Migrate):
                 self._perform(self.dispatcher.undelivered(to, message, self.clock()))
         if self._is_draining and not self.dispatcher.requests:
             self.beat()
-
-    # ---- Surveys --------
-
-    def _on_survey(self, sender: Member, message: Inspect) -> None:
-        self._num_surveys += 1
-        asked = {name for name, member in self.members.items() if member.role != "supervisor"}
-        survey = Survey(sender.name, message.query, self.clock(), set(asked), [self.report()])
-        self._surveys[self._num_surveys] = survey
-        for name in asked:
-            self.tell(name, Inspect(self._num_surveys))
-
-    def _on_inspected(self, sender: Member, message: Inspected) -> None:
-        survey = self._surveys.get(message.query)
-        if survey is None or sender.name not in survey.missing:
-            return self.drop("late report", sender=sender.name)
-        survey.missing.discard(sender.name)
-        survey.reports.append(message.report)
-        return self._finish(survey) if not survey.missing else None
-
-    def _finish(self, survey: Survey) -> None:
-        self._surveys = {key: other for key, other in self._surveys.items() if other is not survey}
-        answer = Surveyed(
-            survey.query, tuple(survey.reports), tuple(self.dispatcher.requests), tuple(sorted(survey.missing))
-        )
-        self.tell(survey.asker, answer)

@@ -7,6 +7,7 @@ from msgspec import Struct
 
 from pdactors.config.address import Address
 from pdactors.config.cluster import ClusterConfig
+from pdactors.config.keys import CurveKeys
 from pdactors.kv.layout import KVLayout
 from pdactors.messages import Member, Role
 from pdactors.policy.scaling import ENGINES as ENGINES
@@ -49,6 +50,7 @@ class ActorSpec(Struct, frozen=True):
     layout: KVLayout
     control: str  # the router's address
     join_token: str
+    keys: CurveKeys | None = None  # where security.curve is on
     host: str = "127.0.0.1"  # IP address of the node, where its actors listen
     fds: Descriptors = Descriptors()
     num_engines: int = 1  # on this node, at launch
@@ -56,13 +58,17 @@ class ActorSpec(Struct, frozen=True):
     cores: tuple[int, ...] = ()  # where an engine's steps run, or all of another actor; any if empty
     ready_file: str = ""  # to be removed if the supervisor dies without doing it
 
+    def __repr__(self) -> str:
+        """Leave the secrets out, so that no log or traceback shows them."""
+        return f"ActorSpec({self.name!r}, incarnation={self.incarnation})"
+
     def own_address(self) -> str:
         """Return where this actor listens: any free port of the node's own address."""
         return f"tcp://{Address(self.host, 0)}"
 
     @property
     def num_owners(self) -> int:
-        """Who shares the arena's extents: the engines, and the migrator if KV is moved here."""
+        """Who is sure of a share of the arena: the engines, and the migrator if KV is moved here."""
         return self.num_engines + self.config.moves_kv
 
     def member(self, pid: int, address: str = "") -> Member:

@@ -104,7 +104,8 @@ class Supervisor(Actor):
         except TimeoutError:
             raise ConnectionLost(
                 f"no router answered at {self.spec.control} within {ROUTER_WAIT_S:.0f} s; "
-                f"is node {router.node} launched, and router.control reachable from here?"
+                f"is node {router.node} launched, and router.control reachable from here"
+                f"{', with the same keys in security.key_dir' if self.spec.keys else ''}?"
             ) from None
         for child in self._children.values():
             child.spec = msgspec.structs.replace(child.spec, run_id=self.spec.run_id)

@@ -18,6 +18,7 @@ from pdactors.actors import blueprint
 from pdactors.bench import wire
 from pdactors.bench.codecs import CodecResult, bench_codecs
 from pdactors.bench.free_ports import free_ports
+from pdactors.bench.needles import SHARE, NeedlesBench, bench_needles
 from pdactors.client import Client, Generation, launch
 from pdactors.config.cluster import ClusterConfig
 from pdactors.config.load import load
@@ -30,7 +31,7 @@ from pdactors.kv.layout import KVLayout
 LENGTHS = (64, 3000)  # tokens of the short and of the long prompt
 MAX_TOKENS = 2  # one by prefill, one by decode
 NUM_COPIES = 9
-Part = Literal["lease", "ucx", "codecs"]
+Part = Literal["lease", "ucx", "codecs", "prune"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
@@ -72,6 +73,7 @@ class KVBench(Struct, frozen=True):
     paths: dict[str, PathResult]
     memcpy: dict[str, Reference]
     codecs: dict[str, CodecResult] = {}
+    prune: NeedlesBench | None = None
 
 
 class Generator(Protocol):
@@ -92,7 +94,8 @@ def bench_kv(
     """Start the cluster of the file on free ports and hand over `rounds` prompts of each length, one at a time.
 
     Of `parts`: `lease` and `ucx` do so by that way, and `ucx` measures the wire itself, on loopback and, as root,
-    between network namespaces; `codecs` measures speed and loss of each, which takes minutes.
+    between network namespaces; `codecs` measures speed and loss of each, and `prune` asks needle questions, which takes
+    minutes.
 
     Raises:
         ConfigError: the file is wrong, has no prefill apart from decode, or no room for the long prompt.
@@ -122,6 +125,10 @@ def bench_kv(
     codecs = {}
     if "codecs" in parts:
         codecs = bench_codecs(config.model.path, dtype=config.model.dtype, progress=progress).codecs
+    needles = None
+    if "prune" in parts:
+        share = config.kv.prune if config.kv.prune < 1 else SHARE
+        needles = bench_needles(config.model.path, dtype=config.model.dtype, share=share, seed=seed, progress=progress)
     return KVBench(
         model=config.model.path,
         dtype=config.model.dtype,
@@ -131,6 +138,7 @@ def bench_kv(
         paths=paths,
         memcpy=memcpy,
         codecs=codecs,
+        prune=needles,
     )
 
 

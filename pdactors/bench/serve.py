@@ -38,7 +38,7 @@ from pdactors.kernels import warm
 from pdactors.text.tokenizer import Tokenizer
 
 COMPILE_TIMEOUT_S = 600.0
-MODES: tuple[Mode, ...] = ("colocated", "chunked", "disaggregated")
+MODES: tuple[Mode, ...] = ("colocated", "chunked", "disaggregated", "kvstore")
 Open = Callable[[], AbstractContextManager[Site]]
 
 

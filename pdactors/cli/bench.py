@@ -31,13 +31,17 @@ command.add_command(serve)
 )
 @click.option("--seed", type=int, default=1, show_default=True, help="Of the prompts.")
 @click.option(
-    "--only", multiple=True, type=click.Choice(["lease", "ucx", "codecs"]), help="Measure this part; may be repeated."
+    "--only",
+    multiple=True,
+    type=click.Choice(["lease", "ucx", "codecs", "prune"]),
+    help="Measure this part; may be repeated.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def kv(file: Path | None, sets: tuple[str, ...], rounds: int, seed: int, only: tuple[Part, ...], as_json: bool) -> None:
     """Start the cluster of FILE and time how KV gets from prefill to decode, short and long prompts in turn.
 
-    By lease and by UCX, each beside its limit; and what the codecs cost and lose.
+    By lease and by UCX, each beside its limit; what the codecs cost and lose; and what the model still knows of a
+    prompt whose KV was pruned.
     """
     import msgspec
 
@@ -120,5 +124,11 @@ def _show(found: KVBench) -> None:
     for codec, result in found.codecs.items():
         speed = f"{result.quantise_gb_s} / {result.dequantise_gb_s} GB/s, " if result.quantise_gb_s else ""
         console.print(f"{codec}: {result.ratio:.3f} of the size, {speed}top-1 {result.top1:.4f}, KL {result.kl:.2e}")
+    if found.prune is not None:
+        for length, at in found.prune.lengths.items():
+            console.print(
+                f"{found.prune.share} of a prompt of {length} tokens: {at.both} of the {at.whole} questions that are "
+                f"answered after all of it, of {found.prune.questions}; pruning takes {at.prune_ms:.0f} ms"
+            )
     for what, copy in found.memcpy.items():
         console.print(f"memcpy of one {what}: {copy.size_bytes:,} bytes in {copy.us:,.0f} us, {copy.gb_s:.1f} GB/s")

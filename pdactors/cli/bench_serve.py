@@ -20,7 +20,7 @@ from pdactors.config.cluster import Mode
     callback=parse_modes,
     metavar="MODE,...",
     default="",
-    help="Modes to start.  [default: colocated,chunked,disaggregated]",
+    help="Modes to start.  [default: colocated,chunked,disaggregated,kvstore]",
 )
 @traffic_options
 @click.option(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pdactors.cli.options import cluster_options, zmq_address
+from pdactors.cli.options import cluster_options, connect
 from pdactors.client_messages import DoneEvent
 
 if TYPE_CHECKING:
@@ -33,11 +33,10 @@ def command(
 
     Ctrl-C ends an answer, and at the prompt the conversation; so does an empty line or the end of input.
     """
-    from pdactors.client import Client
 
     messages = [{"role": "system", "content": system}] if system else []
     options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    with Client(zmq_address(zmq, ready_file), token=token) as client:
+    with connect(zmq, ready_file, token) as client:
         while (text := _ask()) is not None:
             messages.append({"role": "user", "content": text})
             messages.append({"role": "assistant", "content": _answer(client, messages, options)})

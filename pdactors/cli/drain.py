@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pdactors.cli.options import cluster_options, zmq_address
+from pdactors.cli.options import cluster_options, connect
 
 if TYPE_CHECKING:
     from pdactors.client import Client
@@ -23,9 +23,8 @@ POLL_S = 0.3
 @click.option("--no-wait", is_flag=True, help="Return at once, not when the engine has stopped.")
 def command(actor: str, zmq: str | None, ready_file: Path | None, token: str, no_wait: bool) -> None:
     """Give the engine ACTOR no new work, let it finish what it has, and stop it."""
-    from pdactors.client import Client
 
-    with Client(zmq_address(zmq, ready_file), token=token) as client:
+    with connect(zmq, ready_file, token) as client:
         draining = client.drain(actor)["draining"]
         if not no_wait:
             settle(client, started=(), draining=draining)

@@ -6,14 +6,17 @@ import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
-from pdactors.cli.options import cluster_options, zmq_address
+from pdactors.cli.options import cluster_options, connect
 from pdactors.config.address import parse_address
 from pdactors.errors import ConnectionLost, error_for
+
+if TYPE_CHECKING:
+    from pdactors.client import Client
 
 
 @click.command("generate", epilog="Example:  pdactors generate 'What is the capital of France?' --max-tokens 32")
@@ -39,7 +42,7 @@ def command(
     """Send PROMPT to a running cluster and stream its answer."""
     body: dict[str, Any] = {"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]}
     body |= options
-    events = _over_tcp(tcp, token, body) if tcp else _over_zmq(zmq_address(zmq, ready_file), token, body)
+    events = _over_tcp(tcp, token, body) if tcp else _over_zmq(connect(zmq, ready_file, token), body)
     pieces: list[str] = []
     ids: list[int] = []
     for event in events:
@@ -55,10 +58,8 @@ def command(
             click.echo()
 
 
-def _over_zmq(address: str, token: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    from pdactors.client import Client
-
-    with Client(address, token=token) as client:
+def _over_zmq(connected: Client, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    with connected as client:
         for event in client.events(**body):
             yield msgspec.to_builtins(event)
 

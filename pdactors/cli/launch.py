@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from pdactors.cli.conceal import conceal_environment
 from pdactors.cli.options import config_options
 from pdactors.config.load import load
 from pdactors.config.logging import configure
@@ -33,6 +34,7 @@ def command(
 
     configure()
     config = load(file, sets=sets)
+    conceal_environment()
     if node is not None:
         config.node_named(node)  # before a model is fetched
     with progress_bar() as progress:

@@ -13,7 +13,7 @@ import psutil
 
 from pdactors.actors.accounts import is_clean
 from pdactors.actors.discovery import running
-from pdactors.cli.options import cluster_options, zmq_address
+from pdactors.cli.options import cluster_options, connect
 
 SECOND_LOOK_S = 1.0  # what is on its way to be let go is gone by then
 
@@ -28,7 +28,11 @@ def command(zmq: str | None, ready_file: Path | None, token: str, as_json: bool)
     """
     found: dict[str, Any] = {"leases": [], "blocks_unaccounted": 0, "stale_segments": []}
     if zmq or ready_file or running():
-        found = _ask(zmq_address(zmq, ready_file), token)
+        with connect(zmq, ready_file, token) as client:
+            found = client.leaks()
+            if not is_clean(found):
+                time.sleep(SECOND_LOOK_S)
+                found = client.leaks()
     found["stale_processes"] = _stale_processes()
     if as_json:
         click.echo(json.dumps(found))
@@ -39,17 +43,6 @@ def command(zmq: str | None, ready_file: Path | None, token: str, as_json: bool)
             for item in items if isinstance(items, list) else [items] if items else []:
                 click.echo(f"{what}: {item}")
     sys.exit(0 if is_clean(found) else 1)
-
-
-def _ask(address: str, token: str) -> dict[str, Any]:
-    from pdactors.client import Client
-
-    with Client(address, token=token) as client:
-        found = client.leaks()
-        if not is_clean(found):
-            time.sleep(SECOND_LOOK_S)
-            found = client.leaks()
-    return found
 
 
 def _stale_processes() -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from pdactors.cli.conceal import conceal
 from pdactors.errors import PDError
 from pdactors.version import VERSION
 
@@ -17,6 +18,7 @@ COMMANDS = {
     "chat": ("pdactors.cli.chat", "Talk with the model in the terminal."),
     "status": ("pdactors.cli.status", "Show every actor of a running cluster."),
     "top": ("pdactors.cli.top", "Watch a running cluster."),
+    "trace": ("pdactors.cli.trace", "Show where the time of one request went, over all actors."),
     "drain": ("pdactors.cli.drain", "Give an engine no new work, let it finish, and stop it."),
     "scale": ("pdactors.cli.scale", "Start or drain engines until a node has so many."),
     "verify": ("pdactors.cli.verify", "Compare greedy tokens with transformers, token by token."),
@@ -27,6 +29,7 @@ COMMANDS = {
     "plan": ("pdactors.cli.plan", "Find the cheapest cluster that holds a rate within an objective."),
     "model": ("pdactors.cli.model", "Fetch and list models."),
     "config": ("pdactors.cli.config", "Show the effective cluster file."),
+    "keys": ("pdactors.cli.keys", "Make keys and tokens for a cluster that others can reach."),
 }
 
 
@@ -48,6 +51,7 @@ class LazyGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Turn our errors into one line and exit status 1; click's own usage errors exit with 2."""
+        conceal(sys.argv)
         try:
             return super().invoke(ctx)
         except PDError as error:

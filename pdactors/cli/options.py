@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 import click
 
@@ -12,6 +12,10 @@ from pdactors.actors.discovery import Ready, read_ready_file, the_only_one
 from pdactors.config.cluster import Mode
 from pdactors.errors import ConnectionLost
 
+if TYPE_CHECKING:
+    from pdactors.client import Client
+
+KEY = "pdactors.key"  # in a command's context
 F = TypeVar("F", bound=Callable[..., Any])
 
 FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
@@ -40,7 +44,15 @@ def parse_modes(_ctx: click.Context, _option: click.Parameter, text: str) -> tup
 
 
 def cluster_options(function: F) -> F:
-    """Add the options that say which running cluster is meant."""
+    """Add the options that say which running cluster is meant, and how to be let in."""
+    function = click.option(
+        "--key",
+        metavar="FILE",
+        default="",
+        expose_value=False,
+        callback=lambda ctx, _option, value: ctx.meta.__setitem__(KEY, value),
+        help="Your key where security.curve is on, beside cluster.pub; found for clusters of this machine.",
+    )(function)
     function = click.option(
         "--token", envvar="PDACTORS_SECURITY_TOKEN", default="", show_envvar=True, help="Where the cluster wants one."
     )(function)
@@ -52,15 +64,20 @@ def cluster_options(function: F) -> F:
     )
 
 
-def zmq_address(zmq: str | None, ready_file: Path | None) -> str:
-    """Return the address of the cluster that is meant: the named one, or the only one that runs here.
+def connect(zmq: str | None, ready_file: Path | None, token: str) -> Client:
+    """Connect to the cluster that is meant: the named one, or the only one that runs here.
 
     Raises:
-        ConnectionLost: there is none, or several, or it has no ZeroMQ socket.
+        ConnectionLost: there is none, or several, or it has no ZeroMQ socket, or does not answer.
+        Unauthorized: the token is wrong.
+        ConfigError: the key cannot be read.
     """
+    from pdactors.client import Client
+
+    key = click.get_current_context().meta[KEY]
     if zmq:
-        return zmq if "://" in zmq else f"tcp://{zmq}"
+        return Client(zmq if "://" in zmq else f"tcp://{zmq}", token=token, key=key)
     ready: Ready = read_ready_file(ready_file) if ready_file else the_only_one()
     if not ready.zmq:
         raise ConnectionLost(f"cluster {ready.run_id} has no ZeroMQ socket that can be reached from here (listen.zmq)")
-    return ready.zmq
+    return Client(ready.zmq, token=token, key=key or ready.key)

@@ -120,7 +120,7 @@ def _show(found: PlanResult) -> None:
         console.print(f"{candidate.cluster.words}: {candidate.limit}", markup=False, highlight=False)
     for ratio in found.ratios:
         console.print(
-            f"{ratio.prefill} prefill : {ratio.decode} decode holds {ratio.max_rate:g}/s, {ratio.per_device:g} a device",
+            f"{ratio.prefill} prefill : {ratio.decode} decode: {ratio.max_rate:g}/s, {ratio.per_device:g} a device",
             highlight=False,
         )
     console.print(words(found), markup=False, highlight=False)

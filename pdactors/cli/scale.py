@@ -8,7 +8,7 @@ from typing import cast
 import click
 
 from pdactors.cli.drain import settle
-from pdactors.cli.options import cluster_options, zmq_address
+from pdactors.cli.options import cluster_options, connect
 from pdactors.messages import Role
 
 ROLES = ("prefill", "decode", "worker")
@@ -21,12 +21,10 @@ ROLES = ("prefill", "decode", "worker")
 @click.option("--no-wait", is_flag=True, help="Return at once, not when the engines are ready or stopped.")
 def command(node: str, wanted: str, zmq: str | None, ready_file: Path | None, token: str, no_wait: bool) -> None:
     """Start or drain engines until NODE has COUNT of ROLE (prefill, decode or worker)."""
-    from pdactors.client import Client
-
     role, _, count = wanted.partition("=")
     if role not in ROLES or not count.isdecimal():
         raise click.UsageError(f"{wanted!r}: write ROLE=COUNT, the role being {', '.join(ROLES)}")
-    with Client(zmq_address(zmq, ready_file), token=token) as client:
+    with connect(zmq, ready_file, token) as client:
         outcome = client.scale(node, cast(Role, role), int(count))
         if not no_wait:
             settle(client, **outcome)

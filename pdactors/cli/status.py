@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pdactors.cli.options import cluster_options, zmq_address
+from pdactors.cli.options import cluster_options, connect
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(zmq: str | None, ready_file: Path | None, token: str, as_json: bool) -> None:
     """Show every actor of a running cluster: role, state, process, work and KV blocks."""
-    from pdactors.client import Client
-
-    with Client(zmq_address(zmq, ready_file), token=token) as client:
+    with connect(zmq, ready_file, token) as client:
         found = client.status()
     if as_json:
         click.echo(json.dumps(found))

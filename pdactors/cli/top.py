@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from pdactors.cli.options import cluster_options, zmq_address
+from pdactors.cli.options import cluster_options, connect
 
 
 @click.command("top", epilog="Example:  pdactors top --interval 0.5")
@@ -20,10 +20,9 @@ def command(zmq: str | None, ready_file: Path | None, token: str, interval: floa
     from rich.live import Live
 
     from pdactors.cli.status import view
-    from pdactors.client import Client
 
     console = Console()
-    with Client(zmq_address(zmq, ready_file), token=token) as client:
+    with connect(zmq, ready_file, token) as client:
         if once:
             console.print(view(client.status()))
             return

@@ -8,6 +8,7 @@ import contextlib
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Generator
 from concurrent.futures import CancelledError
+from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
 from pdactors.client.client import AsyncClient, Generation, Messages
@@ -22,12 +23,12 @@ T = TypeVar("T")
 class Client:
     """The same for programs without asyncio; its loop runs in a thread of its own, so it may be shared by threads."""
 
-    def __init__(self, address: str, *, token: str = "", connect_timeout_s: float = 10.0) -> None:
+    def __init__(self, address: str, *, token: str = "", key: str | Path = "", connect_timeout_s: float = 10.0) -> None:
         """Connect; raises what `AsyncClient.connect` raises."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="pdactors-client", daemon=True)
         self._thread.start()
-        self._client = AsyncClient(address, token=token, connect_timeout_s=connect_timeout_s)
+        self._client = AsyncClient(address, token=token, key=key, connect_timeout_s=connect_timeout_s)
         self._is_closed = False
         self._ending: set[asyncio.Task[None]] = set()  # streams that nobody waits for
         self._submitting = threading.Lock()  # so that nothing is given to a loop that has ended
@@ -61,6 +62,14 @@ class Client:
     def leaks(self) -> dict[str, Any]:
         """Return what is held in the cluster for nobody."""
         return self._wait(self._client.leaks())
+
+    def requests(self) -> list[dict[str, Any]]:
+        """Describe the last requests; see `AsyncClient.requests`."""
+        return self._wait(self._client.requests())
+
+    def trace(self, request: str = "") -> dict[str, Any]:
+        """Return a request's timeline; see `AsyncClient.trace`."""
+        return self._wait(self._client.trace(request))
 
     def drain(self, actor: str) -> dict[str, Any]:
         """Have an engine drained; see `AsyncClient.drain`."""

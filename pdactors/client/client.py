@@ -11,6 +11,7 @@ import itertools
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
 import msgspec
@@ -27,6 +28,7 @@ from pdactors.client_messages import (
     ClientPing,
     ClientRequest,
     ClientScale,
+    ClientTrace,
     ClientWelcome,
     DoneEvent,
     ErrorEvent,
@@ -37,6 +39,7 @@ from pdactors.client_messages import (
     Usage,
     to_client_decoder,
 )
+from pdactors.config.keys import client_keys
 from pdactors.errors import BadRequest, ConnectionLost, PDError, Unauthorized, error_for
 from pdactors.messages import PROTOCOL_VERSION, Message, Role, decode, encode, explain
 from pdactors.transport import Busy, Channel, Peer, PeerGone, Transport, transport_for
@@ -58,17 +61,20 @@ class Generation:
     usage: Usage
     timing: Timing
     path: str
+    request: str  # the cluster's id for it, which `trace` takes
 
 
 class AsyncClient:
     """A client for asyncio programs; use it with `async with`, or call `connect` and `close`.
 
-    `address` is what the ready line and file call `zmq`; `token` is needed where the cluster file sets one.
+    `address` is what the ready line and file call `zmq`; `token` is needed where the cluster file sets one, and `key`
+    where it has security.curve: the file of this client's key, beside which cluster.pub lies.
     """
 
-    def __init__(self, address: str, *, token: str = "", connect_timeout_s: float = 10.0) -> None:
+    def __init__(self, address: str, *, token: str = "", key: str | Path = "", connect_timeout_s: float = 10.0) -> None:
         self._address = address
         self._token = token
+        self._key = key
         self._connect_timeout_s = connect_timeout_s
         self._transport: Transport | None = None
         self._channel: Channel | None = None
@@ -83,11 +89,12 @@ class AsyncClient:
         """Connect and be welcomed.
 
         Raises:
-            ConnectionLost: nobody answers there within `connect_timeout_s`.
+            ConnectionLost: nobody answers there within `connect_timeout_s`: with CURVE, to a wrong or missing key.
             Unauthorized: the token is missing or wrong.
+            ConfigError: the key cannot be read.
         """
         loop = asyncio.get_running_loop()
-        self._transport = transport_for(self._address)
+        self._transport = transport_for(self._address, client_keys(Path(self._key)) if self._key else None)
         self._welcomed = loop.create_future()
         try:
             self._channel = self._transport.connect(self._address, secrets.token_bytes(12), self._receive)
@@ -96,7 +103,8 @@ class AsyncClient:
                 await self._welcomed
         except TimeoutError:
             await self.close()
-            raise ConnectionLost(f"nobody answers at {self._address}") from None
+            guess = "is the key the right one?" if self._key else "does the cluster want a key (security.curve)?"
+            raise ConnectionLost(f"nobody answers at {self._address}; {guess}") from None
         except PDError:
             await self.close()
             raise
@@ -176,7 +184,7 @@ class AsyncClient:
             else:
                 text = "".join(token.text for token in tokens)
                 ids = tuple(token.token_id for token in tokens)
-                return Generation(text, ids, event.finish_reason, event.usage, event.timing, event.path)
+                return Generation(text, ids, event.finish_reason, event.usage, event.timing, event.path, event.request)
         raise ConnectionLost("the answer has no end")
 
     async def status(self) -> dict[str, Any]:
@@ -186,6 +194,22 @@ class AsyncClient:
     async def leaks(self) -> dict[str, Any]:
         """Return what is held in the cluster for nobody."""
         return await self._question(lambda id: ClientAsk(id, "leaks"))
+
+    async def requests(self) -> list[dict[str, Any]]:
+        """Describe the last requests, the latest first: ids, tokens, how they ended."""
+        answer = await self._question(lambda id: ClientAsk(id, "requests"))
+        found: list[dict[str, Any]] = answer["requests"]
+        return found
+
+    async def trace(self, request: str = "") -> dict[str, Any]:
+        """Return the timeline of a request over all actors, named by `Generation.request` or its client's id.
+
+        Without a name it is the last one's. `observe/timeline.py` says what is in it.
+
+        Raises:
+            BadRequest: it is not among the last ones (trace.requests).
+        """
+        return await self._question(lambda id: ClientTrace(id, request))
 
     async def drain(self, actor: str) -> dict[str, Any]:
         """Give an engine no new work and have it stopped when it is done; returns at once with what is draining.

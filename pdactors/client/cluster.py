@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from pdactors.actors.discovery import Ready, read_ready_file
+from pdactors.config.load import is_secret, variable_of
 from pdactors.errors import ConnectionLost
 
 STOP_TIMEOUT_S = 15.0
@@ -21,7 +22,8 @@ LAST_WORDS_BYTES = 4000  # of a log, in an error
 class Cluster:
     """A cluster that runs as a child of this process. Close it, or use it with `with`.
 
-    `tcp`, `zmq` and `http` are its addresses ("" for what is off), `ready` is the ready file's content.
+    `tcp`, `zmq` and `http` are its addresses ("" for what is off), `key` is the file of the key that clients here use
+    ("" without security.curve), `ready` is the ready file's content.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], lifeline: int, ready: Ready) -> None:
@@ -29,6 +31,7 @@ class Cluster:
         self.tcp = ready.tcp
         self.zmq = ready.zmq
         self.http = ready.http
+        self.key = ready.key
         self.process = process
         self._lifeline = lifeline
 
@@ -67,7 +70,8 @@ def launch(
         ready_file = Path(scratch) / "ready.json"
         command = [sys.executable, "-m", "pdactors.cli.main", "launch", "--ready-file", str(ready_file)]
         command += ["--lifeline", str(read_end)]
-        command += [part for value in sets for part in ("--set", value)]
+        secret = {variable_of(key): value for key, _, value in map(_parts, sets) if is_secret(key)}
+        command += [part for value in sets if not is_secret(_parts(value)[0]) for part in ("--set", value)]
         command += ["--node", node] if node is not None else []
         command += [str(file)] if file is not None else []
         process = subprocess.Popen(  # noqa: S603 - this interpreter and our own arguments
@@ -76,6 +80,7 @@ def launch(
             stdout=subprocess.DEVNULL,
             stderr=log if quiet else None,
             pass_fds=(read_end,),
+            env={**os.environ, **secret},  # which, unlike a command line, is not for everyone to see
             start_new_session=True,  # Ctrl-C in the program is the program's; the lifeline ends the cluster
         )
         os.close(read_end)
@@ -88,6 +93,11 @@ def launch(
             if isinstance(error, ConnectionLost):
                 raise ConnectionLost(f"{error.message}{_last_words(log)}") from None
             raise
+
+
+def _parts(setting: str) -> tuple[str, str, str]:
+    key, equals, value = setting.partition("=")
+    return key.strip(), equals, value
 
 
 def _await_file(path: Path, process: subprocess.Popen[bytes], timeout_s: float) -> None:

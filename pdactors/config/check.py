@@ -73,6 +73,12 @@ def _sizes(cfg: ClusterConfig) -> Iterator[Problem]:
             yield _problem("kv.memory", cfg.kv.memory, f"must be at least {format_size(MIN_MEMORY_BYTES)}")
     except ConfigError as error:
         yield Problem(("kv.memory",), str(error))
+    try:
+        if cfg.kv.store_bytes < MIN_MEMORY_BYTES:
+            least = f"must be at least {format_size(MIN_MEMORY_BYTES)}"
+            yield _problem("kv.store_memory", cfg.kv.store_memory, least)
+    except ConfigError as error:
+        yield Problem(("kv.store_memory",), str(error))
 
 
 def _store(cfg: ClusterConfig) -> Iterator[Problem]:
@@ -121,25 +127,36 @@ def _addresses(cfg: ClusterConfig) -> Iterator[Problem]:
 
 
 def _exposure(cfg: ClusterConfig) -> Iterator[Problem]:
-    """Whatever other machines can reach asks for a secret."""
+    """Whatever other machines can reach asks for a secret, or for a known key."""
+    security = cfg.security
+    actors = security.knows_actors, "security.join_token, security.join_token_file or security.curve"
+    guards = {
+        "listen.tcp": (security.needs_token, "security.token or security.token_file"),
+        "listen.http": (security.needs_token, "security.token or security.token_file"),
+        "listen.zmq": (security.needs_token or security.curve, "security.token, security.token_file or security.curve"),
+        "router.control": actors,
+    }
     for key, address in _parsed(cfg).items():
-        is_control = key == "router.control"
-        if address.is_loopback or (cfg.security.join_token if is_control else cfg.security.needs_token):
-            continue
-        needed = "security.join_token" if is_control else "security.token or security.token_file"
-        yield _problem(key, _sockets(cfg)[key], f"not on loopback (127.0.0.0/8, ::1), so {needed} must be set")
+        is_guarded, needed = guards[key]
+        if not (address.is_loopback or is_guarded):
+            yield _problem(key, _sockets(cfg)[key], _exposed(needed))
     for index, node in enumerate(cfg.node):
-        if not is_loopback(node.host) and not cfg.security.join_token:
-            needed = "not on loopback (127.0.0.0/8, ::1), so security.join_token must be set"
-            yield _problem(f"node.{index}.host", node.host, needed)
+        is_guarded, needed = actors
+        if not (is_loopback(node.host) or is_guarded):
+            yield _problem(f"node.{index}.host", node.host, _exposed(needed))
+
+
+def _exposed(needed: str) -> str:
+    return f"not on loopback (127.0.0.0/8, ::1), so {needed} must be set (`pdactors keys` makes them)"
 
 
 def _security(cfg: ClusterConfig) -> Iterator[Problem]:
-    if cfg.security.token and cfg.security.token_file:
-        both = "only one of security.token and security.token_file may be set"
-        yield _problem("security.token_file", cfg.security.token_file, both, "security.token")
     for name in ("token", "join_token"):
-        if (value := getattr(cfg.security, name)) == "***":
+        value, file = getattr(cfg.security, name), getattr(cfg.security, f"{name}_file")
+        if value and file:
+            both = f"only one of security.{name} and security.{name}_file may be set"
+            yield _problem(f"security.{name}_file", file, both, f"security.{name}")
+        if value == "***":
             hidden = 'stands for a secret that "config show" left out; write the secret, or ""'
             yield _problem(f"security.{name}", value, hidden)
         elif value and not is_token(value):

@@ -103,14 +103,26 @@ class KVSection(Section, frozen=True):
         Meta(ge=0, le=2**31, description="debugging: spoil a byte of every n-th transfer, to see it caught; 0: none"),
     ] = 0
     store: Annotated[str, Meta(description="of kvstore mode: arena, or mooncake://HOST:PORT")] = "arena"
+    store_memory: Annotated[str | int, Meta(description="that each node adds to a Mooncake Store, besides memory")] = (
+        "1GiB"
+    )
 
     @property
     def memory_bytes(self) -> int:
         """`memory` as a number; raises ConfigError that names the key."""
-        try:
-            return parse_size(self.memory)
-        except ConfigError as error:
-            raise ConfigError(f"kv.memory: {error}") from None
+        return _size("kv.memory", self.memory)
+
+    @property
+    def store_bytes(self) -> int:
+        """`store_memory` as a number; raises ConfigError that names the key."""
+        return _size("kv.store_memory", self.store_memory)
+
+
+def _size(key: str, text: str | int) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
 
 
 class RouterSection(Section, frozen=True):
@@ -138,13 +150,23 @@ class RouterSection(Section, frozen=True):
     ] = 2000
 
 
+class TraceSection(Section, frozen=True):
+    requests: Annotated[
+        int, Meta(ge=0, le=2**20, description="every actor can tell what it did for so many of the last; 0: for none")
+    ] = 256
+    steps: Annotated[int, Meta(ge=1, le=2**24, description="decode steps that an engine remembers for that")] = 16_384
+
+
 class SecuritySection(Section, frozen=True):
     token: Annotated[str, Meta(description="bearer token of clients (TCP, HTTP, ZeroMQ)")] = ""
     token_file: Annotated[str, Meta(description="a file that holds the token, instead of token")] = ""
     join_token: Annotated[
-        str, Meta(description="shared secret of the actors; needed as soon as a node is not on loopback")
+        str, Meta(description="shared secret of the actors; this or curve is needed once a node is not on loopback")
     ] = ""
-    curve: Annotated[bool, Meta(description="CURVE on every ZeroMQ socket")] = False
+    join_token_file: Annotated[str, Meta(description="a file that holds it, instead of join_token")] = ""
+    curve: Annotated[
+        bool, Meta(description="CURVE on every ZeroMQ socket: encrypted, and for known keys only (`pdactors keys`)")
+    ] = False
     key_dir: Annotated[str, Meta(description='folder of the CURVE keys; "" is keys in $PDACTORS_HOME')] = ""
 
     def __repr__(self) -> str:
@@ -163,26 +185,41 @@ class SecuritySection(Section, frozen=True):
         """Say whether clients must show a token."""
         return bool(self.token or self.token_file)
 
+    @property
+    def knows_actors(self) -> bool:
+        """Say whether the actors that join prove that they belong to the cluster."""
+        return bool(self.join_token or self.join_token_file or self.curve)
+
     def client_token(self) -> str:
         """The token, read from `token_file` if that is set; "" for none. Raises ConfigError that names the file."""
-        if not self.token_file:
-            return self.token
-        try:
-            token = Path(self.token_file).expanduser().read_text().strip()
-        except (OSError, UnicodeDecodeError, RuntimeError) as error:
-            raise ConfigError(f'security.token_file = "{self.token_file}" cannot be read: {error}') from error
-        if not is_token(token):
-            raise ConfigError(f'security.token_file = "{self.token_file}" must hold one {PRINTABLE}')
-        return token
+        return _read_token("security.token_file", self.token_file) if self.token_file else self.token
+
+    def actor_token(self) -> str:
+        """The join token, read from `join_token_file` if that is set; "" for none. Raises ConfigError."""
+        return (
+            _read_token("security.join_token_file", self.join_token_file) if self.join_token_file else self.join_token
+        )
 
 
 SECRETS = frozenset({"token", "join_token"})  # keys of [security] whose values are never shown
+MAX_TOKEN_FILE = 4096  # characters
 PRINTABLE = "word of printable ASCII characters"  # so that it fits an HTTP header
 
 
 def is_token(text: str) -> bool:
     """Say whether `text` can be a client's token."""
     return bool(text) and all("!" <= char <= "~" for char in text)
+
+
+def _read_token(key: str, file: str) -> str:
+    try:
+        with Path(file).expanduser().open() as opened:
+            token = opened.read(MAX_TOKEN_FILE).strip()
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:
+        raise ConfigError(f'{key} = "{file}" cannot be read: {error}') from error
+    if not is_token(token):
+        raise ConfigError(f'{key} = "{file}" must hold one {PRINTABLE}')
+    return token
 
 
 class NodeSection(Section, frozen=True):
@@ -233,6 +270,7 @@ class ClusterConfig(Section, frozen=True):
     engine: EngineSection = EngineSection()
     kv: KVSection = KVSection()
     router: RouterSection = RouterSection()
+    trace: TraceSection = TraceSection()
     security: SecuritySection = SecuritySection()
     node: Annotated[tuple[NodeSection, ...], Meta(min_length=1)] = (NodeSection(),)
 
@@ -246,6 +284,26 @@ class ClusterConfig(Section, frozen=True):
         """Say whether KV may have to move from prefill to decode: there are several nodes, or the file says so."""
         way = self.kv.transport
         return self.is_separated and way != "lease" and (way != "auto" or len(self.node) > 1)
+
+    @property
+    def prunes(self) -> bool:
+        """Say whether prompts leave tokens out when their KV moves."""
+        return self.moves_kv and self.kv.prune < 1
+
+    @property
+    def has_store(self) -> bool:
+        """Say whether engines publish KV to a store, which each node's migrator keeps."""
+        return self.cluster.mode == "kvstore"
+
+    @property
+    def mooncake(self) -> str:
+        """Return the address of the Mooncake Store behind the nodes' own stores, "" without one."""
+        return self.kv.store.removeprefix("mooncake://") if self.has_store and self.kv.store != "arena" else ""
+
+    @property
+    def migrators_own(self) -> bool:
+        """Say whether a node's migrator has KV blocks of its own."""
+        return self.moves_kv or self.has_store
 
     @property
     def data_transport(self) -> str:

@@ -23,6 +23,11 @@ def logs_dir() -> Path:
     return _made(home() / "logs")
 
 
+def keys_dir() -> Path:
+    """Where `pdactors keys` puts keys and tokens."""
+    return _made(home() / "keys")
+
+
 def _made(path: Path) -> Path:
     try:
         path = path.expanduser().absolute()

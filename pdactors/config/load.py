@@ -43,13 +43,30 @@ def load(path: Path | None, *, sets: Sequence[str] = (), environ: Mapping[str, s
             shown = re.match(r"[\w.-]*", argument)
             draft.errors.append(f"--set {shown[0] if shown else ''}: write SECTION.KEY=VALUE")
             continue
-        value = "***" if key.strip().rpartition(".")[2] in SECRETS else text
+        value = "***" if _may_be_secret(key) else text
         draft.override(key.strip(), text, f"--set {key}={value}")
     draft.raise_errors()
     cfg = msgspec.convert(draft.tables, ClusterConfig)  # each value was checked where it came from
     draft.errors += [f"{draft.place(*problem.keys)}{problem.text}" for problem in problems(cfg)]
     draft.raise_errors()
     return cfg
+
+
+def is_secret(key: str) -> bool:
+    """Say whether the value of `section.key` is never to be shown."""
+    section, _, name = key.partition(".")
+    return section == "security" and name in SECRETS
+
+
+def _may_be_secret(key: str) -> bool:
+    """Say whether a key is a secret's, or could be one's that was misspelt."""
+    section, _, name = key.strip().rpartition(".")
+    return name in SECRETS or (section == "security" and name not in SECTIONS["security"])
+
+
+def variable_of(key: str) -> str:
+    """Return the environment variable that sets `section.key`."""
+    return PREFIX + key.replace(".", "_").upper()
 
 
 def show(cfg: ClusterConfig, *, secrets: bool = False) -> str:

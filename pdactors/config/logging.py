@@ -15,6 +15,7 @@ from pdactors.errors import ConfigError
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 SECRET_KEYS = frozenset({"token", "join_token", "secret", "password", "authorization"})
+_OURS = frozenset({"exception", "stack"})  # texts of several lines
 _FOREIGN = ("transformers", "huggingface_hub")  # libraries that print to stderr by themselves
 
 
@@ -112,8 +113,16 @@ def _shared() -> list[Processor]:
 def _renderer(stream: TextIO) -> list[Processor]:
     # Plain tracebacks: the rich ones print local variables, and with them secrets and prompts.
     if stream.isatty():
-        return [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+        return [_printable, structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
     return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=repr, ensure_ascii=False)]
+
+
+def _printable(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    """A processor: what clients sent must not move the cursor, or look like a line of its own."""
+    return {
+        key: repr(value) if isinstance(value, str) and key not in _OURS and not value.isprintable() else value
+        for key, value in event.items()
+    }
 
 
 def _masked(key: object, value: Any) -> Any:

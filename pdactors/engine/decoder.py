@@ -10,13 +10,15 @@ import torch
 from numpy.typing import NDArray
 
 from pdactors.engine.batch import StepBatch, check_tables
-from pdactors.engine.machine import Machine
+from pdactors.engine.machine import TORCH_DTYPES, Machine
 from pdactors.engine.model import PagedModel, Way
+from pdactors.engine.observation import attention_mass
+from pdactors.engine.paged import PagedStep
 from pdactors.engine.shape import ModelDtype, ModelShape
 from pdactors.errors import InvariantError
 from pdactors.kernels import attention, cpu
 from pdactors.kernels import forward as kernel
-from pdactors.kernels.pack import ROWS, padded, tiled_size, zeros
+from pdactors.kernels.pack import ROWS, packed_size, padded, tiled_size, unpack, zeros
 from pdactors.kernels.simd import LANES
 from pdactors.kv.layout import KVLayout
 
@@ -31,6 +33,7 @@ class Decoder(PagedModel):
         self._model = model._replace(sizes=model.sizes.copy())
         self._dtype = model.weights.dtype
         self._arena: NDArray[np.generic] | None = None
+        self._planes: torch.Tensor | None = None  # the same, by block, layer, K or V, and KV head
         self._num_blocks = 0
         self._sizes = self._model.sizes
         self._num_rows = self._num_tiles = 0
@@ -60,26 +63,48 @@ class Decoder(PagedModel):
         if layout.block_tokens % attention.CHUNK:
             raise InvariantError(f"the decoder reads {attention.CHUNK} tokens at once, not {layout.block_tokens}")
         self._arena = payload.reshape(-1).view(self._dtype)
+        self._planes = torch.from_numpy(payload).view(TORCH_DTYPES[layout.dtype]).view(len(payload), *layout.shape)
         self._num_blocks = len(payload)
         layer_stride = layout.block_bytes // layout.itemsize // layout.num_layers
         self._sizes[[kernel.BLOCK_TOKENS, kernel.LAYER_STRIDE]] = layout.block_tokens, layer_stride
         self._sizes[kernel.BLOCK_STRIDE] = layer_stride * layout.num_layers
 
     def unbind(self) -> None:
-        self._arena = None
+        self._arena = self._planes = None
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        if self._arena is None:
-            raise InvariantError("the model is not bound to an arena")
-        self._check(batch)
-        return torch.from_numpy(self._run(self._arena, self._step(batch)))
+        step = self._step(batch)
+        return torch.from_numpy(self._run(step, self._queries))
+
+    def observe(self, batch: StepBatch) -> NDArray[np.float32]:
+        self._check_observed(batch)
+        step = self._step(batch)
+        layers, kv_heads, head_dim = self.shape.num_layers, self.shape.num_kv_heads, self.shape.head_dim
+        count, group = len(step.rows), self.shape.num_heads // kv_heads
+        tiles = -(-count * group // LANES)
+        columns = layers * kv_heads * tiles * LANES
+        packed = zeros(packed_size(columns, head_dim), self._dtype)
+        self._run(step._replace(layer_tiles=kv_heads * tiles), packed)
+        assert self._planes is not None
+        queries = torch.from_numpy(np.ascontiguousarray(unpack(packed, columns, head_dim))).view(self._planes.dtype)
+        queries = queries.view(layers, kv_heads, tiles * LANES, head_dim)[:, :, : count * group]
+        grouped = queries.reshape(layers, kv_heads, count, group, head_dim).transpose(2, 3)
+        paged = PagedStep(self._planes, int(self._sizes[kernel.BLOCK_TOKENS]), batch.spans, count)
+        masses = [
+            attention_mass(grouped[layer], paged.gather(layer, paged.spans[0], 0)[0], head_dim**-0.5)
+            for layer in range(layers)
+        ]
+        return torch.stack(masses).numpy()
 
     def _step(self, batch: StepBatch) -> kernel.Step:
         """Put a step into arrays.
 
         Raises:
-            InvariantError: a table is wrong.
+            InvariantError: the step or a table is wrong, or there is no arena.
         """
+        if self._arena is None:
+            raise InvariantError("the model is not bound to an arena")
+        self._check(batch)
         block_tokens = int(self._sizes[kernel.BLOCK_TOKENS])
         checked = check_tables(batch.spans, len(batch.input_ids), self._num_blocks, block_tokens)
         spans = np.empty((len(batch.spans), kernel.NUM_SPAN_COLUMNS), np.int64)
@@ -99,12 +124,12 @@ class Decoder(PagedModel):
         self._make_room(len(rows), int(tiles.sum()), len(batch.logit_rows))
         return kernel.Step(rows, spans, np.concatenate(checked.blocks), np.array(batch.logit_rows, np.int64))
 
-    def _run(self, arena: NDArray[np.generic], step: kernel.Step) -> NDArray[np.float32]:
+    def _run(self, step: kernel.Step, queries: NDArray[np.generic]) -> NDArray[np.float32]:
         """Compute a step; what it is made of was checked. Returns logits `[len(wanted), vocab]`."""
-        began = time.perf_counter()
+        began, arena = time.perf_counter(), self._arena
         self._barrier[0] = 0
         work = kernel.Work(
-            self._x, self._normed, self._qkv, self._queries, self._attended, self._gated, self._logits, self._floats,
+            self._x, self._normed, self._qkv, queries, self._attended, self._gated, self._logits, self._floats,
             self._elements, self._tile_shapes, self._clock, self._barrier,
         )  # fmt: skip
         others = []

@@ -87,9 +87,24 @@ class PagedModel(ABC):
             InvariantError: the batch's tables, rows or positions are out of range; nothing has been written then.
         """
 
+    @abstractmethod
+    def observe(self, batch: StepBatch) -> NDArray[np.float32]:
+        """Run a step of one span; return the attention that its tokens paid, float32 `[layers, kv_heads, context_len]`.
+
+        It is summed over the tokens and over the query heads of each KV head.
+
+        Raises:
+            InvariantError: as `forward`, or there is not one span.
+            ModelError: a layer sees a sliding window only.
+        """
+
     def close(self) -> None:
         """Let go of arena and weights; idempotent."""
         self.unbind()
+
+    def _check_observed(self, batch: StepBatch) -> None:
+        if len(batch.spans) != 1:
+            raise InvariantError(f"{len(batch.spans)} spans are to be observed, not one")
 
     def _check(self, batch: StepBatch) -> None:
         num_rows = len(batch.input_ids)

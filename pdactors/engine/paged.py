@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from pdactors.engine.batch import Span, check_tables
+from pdactors.engine.observation import attention_mass
 from pdactors.errors import ModelError
 
 ATTENTION_NAME = "pdactors_paged"
@@ -61,6 +62,7 @@ class PagedStep:
         self.keys = arena[:, :, 0].view(*arena.shape[:2], arena.shape[3], block_tokens, head_dim)
         self.values = arena[:, :, 1].view(*arena.shape[:2], arena.shape[3], head_dim, block_tokens).transpose(-1, -2)
         self.attention_s = 0.0  # spent in attention, all layers together
+        self.masses: dict[int, torch.Tensor] | None = None  # by layer, where the one span's attention is observed
         tables = check_tables(spans, num_rows, num_blocks, block_tokens)
         self.spans = [
             _SpanPlan(span.start, span.start + span.num_tokens, span.context_len, torch.from_numpy(table))
@@ -141,6 +143,11 @@ def paged_attention(
             k, v = paged.gather(layer, span, first)
         result = _attend(queries[:, span.start : span.end], k, v, span, first, window, scale, softcap)
         output[0, span.start : span.end] = result.transpose(0, 1)
+        if paged.masses is not None:
+            if window is not None:
+                raise ModelError(f"layer {layer} sees a window of {window} tokens: their attention says too little")
+            grouped = queries.view(k.shape[0], -1, *queries.shape[1:])
+            paged.masses[layer] = attention_mass(grouped, k, scale, softcap)
     paged.attention_s += time.perf_counter() - began
     return output, None
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from pdactors.engine.batch import Span, StepBatch
+from pdactors.engine.limits import EngineLimits
 from pdactors.engine.sampling import SampleRow, sample
 from pdactors.engine.sequence import Sequence
 from pdactors.engine.step import Outcome, Step, StepResult
@@ -30,17 +30,6 @@ class Model(Protocol):
     attention_s: float  # what the last step spent in attention
 
     def forward(self, batch: StepBatch) -> torch.Tensor: ...
-
-
-@dataclass(frozen=True)
-class EngineLimits:
-    """How much one engine takes on at once."""
-
-    max_sequences: int
-    token_budget: int
-    eos_ids: frozenset[int]
-    prefix_key: bytes
-    prompts_first: bool = False  # mode colocated
 
 
 class Engine:
@@ -75,7 +64,8 @@ class Engine:
         One whose next block another is just computing is passed over until that block can be read.
         """
         admitted: list[Sequence] = []
-        coming = {d for s in self.running if s.is_prompt and s.handle is None for d in s.digests[s.num_indexed :]}
+        prompts = [s for s in self.running if s.is_prompt and s.handle is None and self.limits.caches]
+        coming = {digest for s in prompts for digest in s.digests[s.num_indexed :]}
         for sequence in self._line():
             if len(self.running) >= self.limits.max_sequences:
                 break
@@ -87,7 +77,7 @@ class Engine:
                 self._put_back(sequence)
                 break
             self._start(sequence)
-            if sequence.handle is None:
+            if sequence.handle is None and self.limits.caches:
                 coming.update(sequence.digests[num_known:])
             admitted.append(sequence)
         return admitted
@@ -106,10 +96,18 @@ class Engine:
             self._vacate(sequence)
         self._drop_kept(sequence)
 
+    def tail_digest(self, sequence: Sequence) -> bytes | None:
+        """Return by what its partly filled block can be found, by the longest part of it; it is written no more."""
+        end = sequence.num_stored if sequence.saves_kv else min(sequence.num_stored, len(sequence.prompt))
+        full = end // self._block_tokens
+        if sequence.is_lossy or full != sequence.num_indexed or full == len(sequence.blocks):
+            return None
+        return next((part.digest for part in self._parts(sequence, full, end)), None)
+
     def copy_out(self, sequence: Sequence) -> bool:
         """Replace what a running sequence borrows by copies of our own; False if there is no room for them."""
         borrowed = [i for i, block in enumerate(sequence.blocks) if block in sequence.borrowed]
-        if sequence not in self.running or len(borrowed) > self.num_unreserved:
+        if sequence not in self.running or sequence.num_pruned or len(borrowed) > self.num_unreserved:
             return False
         for i, copy in zip(borrowed, self.pool.allocate(len(borrowed)), strict=True):
             self.arena.copy_block(sequence.blocks[i], copy)
@@ -123,7 +121,7 @@ class Engine:
         self._extend_digests(sequence, (sequence.num_tokens - 1) // self._block_tokens)
         sequence.borrowed.clear()
         sequence.lent.clear()
-        sequence.tail_block = None
+        sequence.tail_block, sequence.num_pruned = None, 0
         self._drop_kept(sequence)
 
     def give_way(self) -> Sequence | None:
@@ -236,11 +234,11 @@ class Engine:
             if own is None and i not in sequence.lent:
                 break
             num_ready += own is None or not self.pool.is_idle(own)
-        return self.arena.layout.num_blocks(sequence.num_tokens) - num_ready
+        return self.arena.layout.num_blocks(sequence.num_slots(sequence.num_tokens)) - num_ready
 
     def _reserve(self, sequence: Sequence) -> bool:
         """Set blocks aside, and leave one for the next step of each that runs."""
-        needed = self.arena.layout.num_blocks(sequence.num_tokens) - len(sequence.blocks)
+        needed = self.arena.layout.num_blocks(sequence.num_slots(sequence.num_tokens)) - len(sequence.blocks)
         if needed + len(self.running) > self.num_unreserved:
             return False
         sequence.num_reserved = needed
@@ -252,7 +250,7 @@ class Engine:
         self.running.append(sequence)
         sequence.num_admitted += 1
         num_full = sequence.num_indexed = len(sequence.blocks)
-        sequence.num_stored = num_full * self._block_tokens
+        sequence.num_stored = num_full * self._block_tokens + sequence.num_pruned
         self._copy_tail(sequence)
         if sequence.num_admitted == 1 and not sequence.tokens:
             sequence.num_cached = sequence.num_stored
@@ -300,7 +298,7 @@ class Engine:
 
     def _lacks_block(self, sequence: Sequence) -> bool:
         """Whether the next token of a decoding sequence needs a block that was not set aside."""
-        is_full = sequence.num_stored == len(sequence.blocks) * self._block_tokens
+        is_full = sequence.num_slots(sequence.num_stored) == len(sequence.blocks) * self._block_tokens
         return not sequence.is_prompt and is_full and not sequence.num_reserved
 
     def _has_room(self, sequence: Sequence) -> bool:
@@ -336,10 +334,10 @@ class Engine:
         for portion in portions:
             sequence, start = runnable[portion.index], len(ids)
             stop = sequence.num_stored + portion.num_tokens
-            self._grow(sequence, max(0, self.arena.layout.num_blocks(stop) - len(sequence.blocks)))
+            self._grow(sequence, max(0, self.arena.layout.num_blocks(sequence.num_slots(stop)) - len(sequence.blocks)))
             ids += sequence.token_ids(sequence.num_stored, stop)
             positions += range(sequence.num_stored, stop)
-            spans.append(Span(start, portion.num_tokens, stop, tuple(sequence.blocks)))
+            spans.append(Span(start, portion.num_tokens, sequence.num_slots(stop), tuple(sequence.blocks)))
             chosen.append((sequence, portion.num_tokens))
             if stop == sequence.num_tokens:
                 sampled.append(sequence)
@@ -360,18 +358,14 @@ class Engine:
         if num_full <= sequence.num_indexed or sequence.is_lossy:
             return
         self._extend_digests(sequence, num_full)
-        for i in range(sequence.num_indexed, num_full):  # none of them is borrowed
+        for i in range(sequence.num_indexed, num_full if self.limits.caches else 0):  # none of them is borrowed
             self.pool.insert(sequence.digests[i], sequence.blocks[i], self._parent(sequence, i))
         sequence.num_indexed = num_full
 
     def _index_tail(self, sequence: Sequence) -> None:
-        """Make the partly filled block findable by the longest part of it; it is written no more."""
-        end = sequence.num_stored if sequence.saves_kv else min(sequence.num_stored, len(sequence.prompt))
-        full = end // self._block_tokens
-        if sequence.is_lossy or full != sequence.num_indexed or full == len(sequence.blocks):
-            return
-        for part in self._parts(sequence, full, end)[:1]:
-            self.pool.insert(part.digest, sequence.blocks[full], self._parent(sequence, full))
+        digest, full = self.tail_digest(sequence), sequence.num_indexed
+        if digest is not None and self.limits.caches:
+            self.pool.insert(digest, sequence.blocks[full], self._parent(sequence, full))
 
     def _parts(self, sequence: Sequence, full: int, end: int) -> list[Part]:
         """Return the parts of the block after the first `full`, as far as tokens are known up to `end`."""

@@ -38,6 +38,7 @@ class Sequence:
     segments: list[Segment] = field(default_factory=list)  # whose leases stand behind `lent` and `tail_block`
     digests: list[bytes] = field(default_factory=list)  # of full blocks, as far as they were needed
     num_stored: int = 0
+    num_pruned: int = 0  # of them, those that were left out: a token's slot is its position less that
     num_cached: int = 0  # prompt tokens that were not computed because their KV was there
     num_indexed: int = 0  # full blocks that the prefix cache was told of
     num_admitted: int = 0  # more than once if it was preempted
@@ -60,8 +61,8 @@ class Sequence:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether it goes on from KV that went through a lossy codec."""
-        return self.handle is not None and self.handle.codec != "none"
+        """Whether it goes on from KV that was pruned or went through a lossy codec."""
+        return self.handle is not None and (self.handle.codec != "none" or self.handle.num_pruned > 0)
 
     @property
     def num_tokens(self) -> int:
@@ -89,6 +90,10 @@ class Sequence:
         """The blocks of the table that are ours."""
         return [block for block in self.blocks if block not in self.borrowed]
 
+    def num_slots(self, num_tokens: int) -> int:
+        """Return how many slots of the table the first `num_tokens` tokens take, the prompt at least."""
+        return num_tokens - self.num_pruned
+
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Return known tokens `start .. stop`."""
         split = len(self.prompt)
@@ -98,13 +103,14 @@ class Sequence:
             return self.tokens[start - split : stop - split]
         return [*self.prompt[start:], *self.tokens[: stop - split]]
 
-    def table_segments(self, owner: str, lease: Lease) -> tuple[Segment, ...]:
-        """Describe the table, run by run: our own blocks, lent by `owner` under `lease`, and what is borrowed."""
-        lenders = {block: (s.owner, s.lease) for s in self.segments for block in s.blocks}
+    def table_segments(self, owner: str, lease: Lease | None) -> tuple[Segment, ...]:
+        """Describe the table, run by run: our own blocks, if `owner` lends them under `lease`, and what is borrowed."""
+        lenders: dict[int, tuple[str, Lease | None]] = {b: (s.owner, s.lease) for s in self.segments for b in s.blocks}
         found = []
         for (name, under), run in groupby(
             enumerate(self.blocks), key=lambda item: lenders[item[1]] if item[1] in self.borrowed else (owner, lease)
         ):
             indices, blocks = zip(*run, strict=True)
-            found.append(Segment(name, under, indices[0], blocks))
+            if under is not None:
+                found.append(Segment(name, under, indices[0], blocks))
         return tuple(found)

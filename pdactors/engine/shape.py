@@ -50,6 +50,7 @@ class ModelShape:
     weight_bytes: int  # as stored
     num_floats: int  # elements of tensors that a load converts to the wanted dtype
     other_bytes: int  # the rest, which keeps its size
+    window: int = 0  # tokens that a layer with a sliding window sees; 0: none has one
 
     @classmethod
     def read(cls, folder: Path) -> ModelShape:
@@ -82,6 +83,7 @@ class ModelShape:
             weight_bytes=sum(stored.values()),
             num_floats=sum(size * 8 // _STORED_BITS[name] for name, size in stored.items() if name in _FLOATS),
             other_bytes=sum(size for name, size in stored.items() if name not in _FLOATS),
+            window=_window(config),
         )
 
     def weight_bytes_as(self, dtype: ModelDtype) -> int:
@@ -202,6 +204,14 @@ def _max_position(path: Path, config: Mapping[str, Any]) -> int:
             original = {**config, **rope}
             return min(limit, _int(path, original, ("original_max_position_embeddings",), default=limit))
     return limit
+
+
+def _window(config: Mapping[str, Any]) -> int:
+    """Return the sliding window that layers have; 0 if none is used."""
+    window, types = config.get("sliding_window"), config.get("layer_types")
+    is_used = config.get("use_sliding_window") is not False
+    is_used = is_used and (not isinstance(types, list) or "sliding_attention" in types)
+    return window if is_used and type(window) is int and window > 0 else 0
 
 
 def _eos_ids(folder: Path, config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:

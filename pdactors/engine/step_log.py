@@ -51,6 +51,7 @@ class StepLog:
         self._threads = threads
         self._prefill = _Phase()
         self._decode = _Phase()
+        self.busy_s = 0.0  # what all steps took
         self._slow_logged_s = -SLOW_LOG_PERIOD_S
 
     def add(self, step: Step, result: StepResult) -> None:
@@ -60,6 +61,7 @@ class StepLog:
         context = sum(span.num_tokens * (span.context_len - (span.num_tokens - 1) / 2) for span in step.batch.spans)
         shape = self._shape
         attention = 4.0 * shape.head_dim * shape.num_heads * shape.num_layers * context
+        self.busy_s += result.duration_s
         phase.seconds.append(result.duration_s)
         head = shape.vocab_size * shape.hidden_size
         products = (shape.num_floats - head) * num_tokens + head * len(step.batch.logit_rows)

@@ -59,11 +59,24 @@ class TransformersModel(PagedModel):
         self._arena = None
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
+        return self._run(batch, self._step(batch))
+
+    def observe(self, batch: StepBatch) -> NDArray[np.float32]:
+        self._check_observed(batch)
+        paged = self._step(batch)
+        paged.masses = {}
+        self._run(batch, paged)
+        masses = [paged.masses[layer] for layer in range(self.shape.num_layers)]
+        return torch.stack(masses).numpy()
+
+    def _step(self, batch: StepBatch) -> PagedStep:
         if self._arena is None:
             raise InvariantError("the model is not bound to an arena")
         self._check(batch)
+        return PagedStep(self._arena, self._block_tokens, batch.spans, len(batch.input_ids))
+
+    def _run(self, batch: StepBatch, paged: PagedStep) -> torch.Tensor:
         with torch.inference_mode():
-            paged = PagedStep(self._arena, self._block_tokens, batch.spans, len(batch.input_ids))
             rows = torch.tensor(batch.logit_rows, dtype=torch.int64)
             keep = {"logits_to_keep": rows} if self._keeps_rows else {}
             logits: torch.Tensor = self._model(

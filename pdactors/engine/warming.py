@@ -56,13 +56,20 @@ class WarmingModel(PagedModel):
             self._slow.unbind()
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
+        self._change_over()
+        logits = self._current.forward(batch)
+        self.attention_s = self._current.attention_s
+        return logits
+
+    def observe(self, batch: StepBatch) -> NDArray[np.float32]:
+        self._change_over()
+        return self._current.observe(batch)
+
+    def _change_over(self) -> None:
         if self._slow is not None and warm.is_warm(self.dtype):
             self._slow.close()
             self._slow = None
             get_logger().info("kernels are compiled: going on with them", dtype=self.dtype)
-        logits = self._current.forward(batch)
-        self.attention_s = self._current.attention_s
-        return logits
 
 
 def start_compiling(dtype: ModelDtype) -> None:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from numba import njit
 
-from pdactors.kernels.chunk import ask, clear, collect, put_down, score, take_up, weigh
+from pdactors.kernels.chunk import ask, clear, collect, put_down, score, take_up
 from pdactors.kernels.pack import DEPTH, ROWS
-from pdactors.kernels.powers import exp2
+from pdactors.kernels.powers import exp2, exp2_for
 from pdactors.kernels.product import tiled
 from pdactors.kernels.simd import (
     LANES,
@@ -92,8 +92,8 @@ def _probabilities(arena, floats, scores, factor, top, elements, weights):
     """Write two to the power of the scaled scores less `top` as pair lines; return their sums."""
     total0, total1, low = splat(0.0), splat(0.0), splat(0.0) - top
     for row in range(0, DEPTH, 2):
-        even = weigh(arena, fma(load(floats, scores + row * LANES), factor, low))
-        odd = weigh(arena, fma(load(floats, scores + (row + 1) * LANES), factor, low))
+        even = exp2_for(arena, fma(load(floats, scores + row * LANES), factor, low))
+        odd = exp2_for(arena, fma(load(floats, scores + (row + 1) * LANES), factor, low))
         total0, total1 = total0 + even, total1 + odd
         store_pair(elements, weights + row * LANES, even, odd)
     return total0 + total1

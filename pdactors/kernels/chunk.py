@@ -15,7 +15,6 @@ from numba.extending import overload
 
 from pdactors.kernels import cpu
 from pdactors.kernels.pack import DEPTH, ROWS
-from pdactors.kernels.powers import exp2, exp2_coarse
 from pdactors.kernels.simd import LANES, fma, load, load_pair, load_scalar, prefetch, splat, store
 from pdactors.kernels.tiles import tile_load, tile_multiply, tile_store, tile_zero
 
@@ -68,20 +67,8 @@ def ask(array: Any, at: int, stride: int) -> None:
     raise NotImplementedError("only inside compiled code")
 
 
-def weigh(source: Any, score: Any) -> Any:
-    """Return two to the power of scores, as exactly as the dtype of `source` deserves."""
-    raise NotImplementedError("only inside compiled code")
-
-
 def _on_tiles(array: Any) -> bool:
     return cpu.HAS_AMX and array.dtype == types.uint16
-
-
-@overload(weigh)
-def _weigh(source, score):
-    if source.dtype == types.uint16:
-        return lambda source, score: exp2_coarse(score)
-    return lambda source, score: exp2(score)
 
 
 @overload(ask)

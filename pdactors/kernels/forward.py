@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from pdactors.kernels import attention, cpu
 from pdactors.kernels.attention import attend
-from pdactors.kernels.pack import COLUMNS, ROWS
-from pdactors.kernels.product import multiply, multiply_gated
+from pdactors.kernels.product import BLOCK_FLOATS, multiply, multiply_gated
 from pdactors.kernels.rows import embed, normalise, prepare
 from pdactors.kernels.simd import LANES
 from pdactors.kernels.threads import cycles, meet, share
@@ -40,8 +39,8 @@ NUM_CLOCKS = 2
 
 
 def scratch_floats(head_dim: int) -> int:
-    """Return how many float32 one thread needs: what attention does, or a block of a product's results."""
-    return max(attention.scratch_floats(head_dim), 2 * ROWS * COLUMNS)
+    """Return how many float32 one thread needs: what attention does, or two blocks of a product's results."""
+    return max(attention.scratch_floats(head_dim), 2 * BLOCK_FLOATS)
 
 
 class Model(NamedTuple):
@@ -58,12 +57,16 @@ class Model(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step, int64. `tables` are the spans' block tables one after the other, `wanted` rows get logits."""
+    """One step, int64. `tables` are the spans' block tables one after the other, `wanted` rows get logits.
+
+    Each layer's queries begin `layer_tiles` column tiles after those of the layer before; 0: in their place.
+    """
 
     rows: NDArray[np.int64]
     spans: NDArray[np.int64]
     tables: NDArray[np.int64]
     wanted: NDArray[np.int64]
+    layer_tiles: int = 0
 
 
 class Work(NamedTuple):
@@ -72,7 +75,7 @@ class Work(NamedTuple):
     x: NDArray[np.float32]  # the residual stream, [rows, hidden]
     normed: NDArray[np.generic]  # tiled
     qkv: NDArray[np.float32]  # [rows, heads * head_dim]
-    queries: NDArray[np.generic]  # packed, [kv_heads, column tiles]
+    queries: NDArray[np.generic]  # packed, [kv_heads, column tiles], of all layers if the step has `layer_tiles`
     attended: NDArray[np.generic]  # tiled
     gated: NDArray[np.generic]  # tiled
     logits: NDArray[np.float32]  # [wanted, vocab padded to 16]
@@ -84,7 +87,7 @@ class Work(NamedTuple):
 
 
 @njit(nogil=True)
-def _attend_all(model, work, step, arena, keys, values, num_tiles, width, thread, threads):
+def _attend_all(model, work, step, arena, keys, values, first_tile, num_tiles, width, thread, threads):
     """Attend for every span, KV head and column tile that is this thread's turn."""
     sizes = model.sizes
     kv_heads, head_dim, block_tokens = sizes[KV_HEADS], sizes[HEAD_DIM], sizes[BLOCK_TOKENS]
@@ -98,7 +101,7 @@ def _attend_all(model, work, step, arena, keys, values, num_tiles, width, thread
                 turn += 1
                 if turn % threads != thread:
                     continue
-                tile = head * num_tiles + step.spans[s, TILE] + first // LANES
+                tile = first_tile + head * num_tiles + step.spans[s, TILE] + first // LANES
                 plane = head * block_tokens * head_dim
                 soon = s
                 step_on = threads  # in heads: this thread's next task, as far as it is in this span or the next
@@ -137,7 +140,7 @@ def _attend_all(model, work, step, arena, keys, values, num_tiles, width, thread
 
 
 @njit(nogil=True)
-def _prepare_all(model, work, step, arena, place, keys, values, num_tiles, width, begin, end):
+def _prepare_all(model, work, step, arena, place, keys, values, first_tile, num_tiles, width, begin, end):
     """Rotate the rows `begin .. end`, and store their K and V."""
     sizes = model.sizes
     for row in range(begin, end):
@@ -159,7 +162,7 @@ def _prepare_all(model, work, step, arena, place, keys, values, num_tiles, width
             model.rotations,
             step.rows[row, POSITION],
             work.queries,
-            step.spans[span, TILE],
+            first_tile + step.spans[span, TILE],
             num_tiles,
             row - step.spans[span, START],
             arena,
@@ -191,6 +194,7 @@ def _layer(model, work, step, arena, layer, num_tiles, thread, threads):
     block, at = work.floats, thread * (len(work.floats) // threads)
     keys = layer * sizes[LAYER_STRIDE]
     values = keys + sizes[LAYER_STRIDE] // 2
+    first_tile = layer * step.layer_tiles
     _normalise_all(model, work, place[NORM], _up(hidden), begin, end)
     meet(work.barrier, threads)
     multiply(
@@ -209,10 +213,10 @@ def _layer(model, work, step, arena, layer, num_tiles, thread, threads):
         threads,
     )
     meet(work.barrier, threads)
-    _prepare_all(model, work, step, arena, place, keys, values, num_tiles, qkv, begin, end)
+    _prepare_all(model, work, step, arena, place, keys, values, first_tile, num_tiles, qkv, begin, end)
     meet(work.barrier, threads)
     entered = cycles()
-    _attend_all(model, work, step, arena, keys, values, num_tiles, _up(attended), thread, threads)
+    _attend_all(model, work, step, arena, keys, values, first_tile, num_tiles, _up(attended), thread, threads)
     if thread == 0:
         work.clock[CLOCK_ATTENTION] += cycles() - entered
     meet(work.barrier, threads)

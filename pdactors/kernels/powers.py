@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from llvmlite import ir
-from numba.extending import intrinsic
+from numba import types
+from numba.extending import intrinsic, overload
 
 from pdactors.kernels import cpu
 from pdactors.kernels.simd import F32, I16, I32, VI, V, emit_call, emit_splat, vector
@@ -57,3 +60,15 @@ def exp2_coarse(typingctx, value):
         return _emit_exp2(builder, values[0], _EXP2_COARSE)
 
     return vector(vector), codegen
+
+
+def exp2_for(array: Any, value: Any) -> Any:
+    """Return two to the power of each lane, as exactly as the dtype of `array` deserves."""
+    raise NotImplementedError("only inside compiled code")
+
+
+@overload(exp2_for)
+def _exp2_for(array, value):
+    if array.dtype == types.uint16:
+        return lambda array, value: exp2_coarse(value)
+    return lambda array, value: exp2(value)

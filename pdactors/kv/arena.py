@@ -160,6 +160,10 @@ class Arena:
         """Return the extents that a slot owns."""
         return np.flatnonzero(self._extents == slot + 1).tolist()
 
+    def free_extents(self) -> list[int]:
+        """Return the extents that nobody owns."""
+        return np.flatnonzero(self._extents == 0).tolist()
+
     def extents_of_others(self, slot: int) -> list[int]:
         """Return the extents that slots other than this one own."""
         return np.flatnonzero((self._extents != 0) & (self._extents != slot + 1)).tolist()

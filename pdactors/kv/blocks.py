@@ -63,11 +63,41 @@ class BlockPool:
         self._owned.update(blocks)
         self._free.update(dict.fromkeys(reversed(blocks)))
 
+    def receive(self, blocks: Sequence[int]) -> None:
+        """Take blocks over with what they hold, an extent each and one reference to each.
+
+        Raises:
+            InvariantError: one of them is here already.
+        """
+        for block in blocks:
+            self.add_extent(range(block, block + 1))
+            del self._free[block]
+            self._references[block] = 1
+
+    def cede(self, blocks: Sequence[int]) -> None:
+        """Give blocks, an extent each, away with what they hold: the counterpart of `receive`.
+
+        Raises:
+            InvariantError: one of them is not ours, or in use by more than one reference; nothing has changed.
+        """
+        if unfit := [b for b in blocks if self._references.get(b) != 1 or b in self._leases or b in self._prefixes]:
+            raise InvariantError(f"cede: blocks {unfit} are not held by one reference alone")
+        for block in blocks:
+            self._extents.remove(range(block, block + 1))
+            self._owned.remove(block)
+            del self._references[block]
+
     def removable_extents(self) -> list[range]:
-        """Return the extents without used or leased blocks, those with the fewest cached ones first."""
+        """Return the extents without used or leased blocks, the fewest cached ones first, of these the oldest."""
         busy = self._references.keys() | self._leases.keys()
+        ages = self._prefixes.ages()
         removable = [extent for extent in self._extents if busy.isdisjoint(extent)]
-        return sorted(removable, key=lambda extent: (sum(map(self._prefixes.is_idle, extent)), extent.start))
+
+        def value(extent: range) -> tuple[int, int, int]:
+            known = [ages[block] for block in extent if block in ages]
+            return len(known), max(known, default=0), extent.start
+
+        return sorted(removable, key=value)
 
     def remove_extent(self, blocks: range) -> None:
         """Give an extent up; what is cached in it is evicted.

@@ -56,10 +56,11 @@ class Loans:
         """Whether we still honour that lease."""
         return lease in self._lent.get(key, ())
 
-    def revoke(self, key: Key) -> None:
-        """Let nobody accept what was lent for a request; who has accepted keeps it until he releases it."""
+    def revoke(self, key: Key, *, spared: Lease | None = None) -> None:
+        """Let nobody accept what was lent for a request, but for `spared`; who has accepted keeps it until released."""
         for lease in self._lent.get(key, ()):
-            self._lessor.revoke(lease)
+            if lease != spared:
+                self._lessor.revoke(lease)
 
     def sweep(self, now: float) -> list[Ended]:
         """Take back what holders released, what was revoked unaccepted, and what expired."""

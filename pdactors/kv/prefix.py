@@ -93,6 +93,10 @@ class PrefixCache:
         """Whether the block is cached and used by nobody."""
         return block in self._idle
 
+    def ages(self) -> dict[int, int]:
+        """Return the idle blocks, each with its rank: 0 is the least recently used."""
+        return {block: rank for rank, block in enumerate(self._idle)}
+
     def lookup(self, digests: Iterable[bytes]) -> list[int]:
         """Return the blocks of the longest cached prefix of a chain."""
         blocks = []

@@ -18,6 +18,7 @@ from pdactors.kv.layout import KVLayout
 
 SINKS = 4  # first tokens, which attention rests on whatever they are
 RECENT = 64  # last tokens, at most half of what is kept
+REACH = 7  # tokens on each side that are kept for the sake of one
 _ELEMENTS = {2: np.uint16, 4: np.uint32}
 
 
@@ -30,6 +31,18 @@ def num_kept(num_tokens: int, share: float) -> int:
     if not 0 < share <= 1:
         raise ValueError(f"a share of tokens is above 0 and at most 1, not {share}")
     return min(num_tokens, max(SINKS + 1, math.ceil(share * num_tokens)))
+
+
+def spread(scores: NDArray[np.floating], reach: int = REACH) -> NDArray[np.floating]:
+    """Give each token `[..., tokens]` the highest score among those up to `reach` away.
+
+    What is asked for stands next to what the question repeats: without its neighbours a token is of no use. After
+    Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation" (2024).
+    """
+    edges = [(0, 0)] * (scores.ndim - 1) + [(reach, reach)]
+    padded = np.pad(scores, edges, constant_values=-np.inf)
+    highest: NDArray[np.floating] = np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1, axis=-1).max(-1)
+    return highest
 
 
 def select(scores: NDArray[np.floating], share: float) -> NDArray[np.int64]:

@@ -27,10 +27,19 @@ class Limits:
     transport: str = "auto"  # of KV
     overlaps: bool = True  # KV is moved while later chunks are computed
     data_transport: str = ""  # what moves it between nodes; nothing does
+    prunes: bool = False  # the prefill leaves tokens out before KV is moved
+    has_store: bool = False  # prefill publishes KV to its node's migrator, and that hands it over
+    has_backing: bool = False  # behind that there is a store whose contents nobody but the migrators can tell
+    layout: str = ""  # fingerprint of the KV layout
 
     @property
     def can_migrate(self) -> bool:
         return bool(self.data_transport)
+
+    @property
+    def pulls(self) -> bool:
+        """Whether what another node's store has of a prompt is brought before the rest is computed."""
+        return self.has_store and self.can_migrate and not self.has_backing
 
 
 class Pace:

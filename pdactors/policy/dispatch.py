@@ -6,7 +6,6 @@ A request that is gone is unknown, and whatever arrives for an unknown request o
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 from pdactors import errors
 from pdactors.messages import (
@@ -24,7 +23,6 @@ from pdactors.messages import (
     Message,
     Migrate,
     Migrated,
-    Pin,
     Pinned,
     Prefill,
     Prefilled,
@@ -33,15 +31,15 @@ from pdactors.messages import (
 )
 from pdactors.policy import tasks
 from pdactors.policy.admission import Limits, Pace, refusal
+from pdactors.policy.borrowing import Borrowing
+from pdactors.policy.chooser import Chooser
 from pdactors.policy.fleet import FleetState
-from pdactors.policy.placement import DecodeDecision, EngineView, Place, choose_prefill, schedule_decode
 from pdactors.policy.prefix_keys import PrefixKeys
 from pdactors.policy.requests import Request, RequestTable, Stage
 from pdactors.policy.tasks import Order
+from pdactors.policy.transfer import Way
 
 MAX_ATTEMPTS = 3
-PIN_TIMEOUT_S = 1.0  # an owner that does not answer in time lends nothing
-FIRST_ROLES = ("prefill", "worker")  # who computes prompts
 
 
 class Dispatcher:
@@ -51,8 +49,9 @@ class Dispatcher:
         self.limits = limits
         self.requests = RequestTable()
         self.fleet = FleetState(limits.transport, limits.data_transport)
+        self.chooser = Chooser(limits, self.fleet, self.requests)
+        self.borrowing = Borrowing(limits, self.fleet, self.requests)
         self.dropped: Counter[str] = Counter()
-        self._turn = 0
         self._num_asked = 0
         self._pace = Pace()
 
@@ -75,9 +74,11 @@ class Dispatcher:
                 orders += self._end(request)
             elif request.stage == Stage.MIGRATING and name in (request.prefill, request.decode, *request.movers):
                 orders += self._retry(request, name)
+            elif request.stage == Stage.PREFILLING and name in self._givers(request):
+                orders += self._retry(request, name)
             elif name != request.engine and name != request.prefill:
-                orders += self._unpinned(request, name)
-            elif request.stage in (Stage.PINNING, Stage.PREFILLING, Stage.WAITING):
+                orders += self.borrowing.lost(request, name, now) if request.stage == Stage.PINNING else []
+            elif request.stage in (Stage.PINNING, Stage.WAITING):
                 orders += self._retry(request, name)
             elif request.decode == name:
                 orders += self._reject(request, errors.WorkerLost(f"{name} was lost while it decoded the request"))
@@ -109,7 +110,7 @@ class Dispatcher:
         self._num_asked += 1
         keys = PrefixKeys(ask.prompt, self.limits.block_tokens, self.limits.prefix_key)
         request = Request(ask, gateway, now, self._num_asked, keys)
-        queued, sizes = len(self.requests.queued), self.fleet.sequence_sizes(self.limits.block_tokens)
+        queued, sizes = self.requests.num_unplaced, self.fleet.sequence_sizes(self.limits.block_tokens)
         refused = refusal(ask, self.limits, sizes, queued, self._pace.retry_after_s(queued, now))
         if refused is not None:
             return [Order(gateway, tasks.reject(request, refused))]
@@ -119,9 +120,9 @@ class Dispatcher:
     def cancel(self, message: Cancel, now: float) -> list[Order]:
         """Let go of a request; unknown ones were finished already."""
         request = self.requests.get(message.request)
-        return self._end(request) + self._advance(now) if request else self._drop(message)
+        return self._end(request, "cancelled") + self._advance(now) if request else self._drop(message)
 
-    def pinned(self, sender: str, message: Pinned) -> list[Order]:
+    def pinned(self, sender: str, message: Pinned, now: float) -> list[Order]:
         """An owner lends part of the prompt's beginning, or has nothing of it any more."""
         request = self.requests.get(message.request)
         is_expected = request is not None and request.attempt == message.attempt and request.stage == Stage.PINNING
@@ -129,31 +130,35 @@ class Dispatcher:
             self._drop(message)
             is_over = request is None or request.attempt != message.attempt
             return [Order(sender, Release(message.request, message.attempt))] if is_over else []
-        del request.pins[message.start]
-        if message.segment is not None:
-            request.prefix.append(message.segment)
-        return self._start(request) if not request.pins else []
+        return self.borrowing.pinned(request, message, now)
 
     def prefilled(self, sender: str, message: Prefilled, now: float) -> list[Order]:
         """The prompt is computed and leased: find a decode engine for it."""
-        request = self._current(sender, message)
-        if request is None or request.stage != Stage.PREFILLING:
+        request = self._prefilling(message)
+        if request is None or sender not in self._givers(request):
             return self._unwanted(sender, message)
         request.prefilled, request.prefilled_s = message, now
-        self.requests.move(request, Stage.WAITING)
-        return self._advance(now)
+        done = [] if sender == request.prefill else self._release(request, request.prefill)
+        self.requests.move(request, Stage.WAITING, sender)
+        return done + self._advance(now)
 
     def migrated(self, sender: str, message: Migrated, now: float) -> list[Order]:
-        """The KV is where the decode engine can read it."""
+        """The KV is where the engine that needs it can read it."""
+        if (pulling := self._pulling(message)) is not None and sender == pulling.pull[-1]:
+            return self.borrowing.migrated(pulling, message)
         request = self._migrating(message)
         if request is None or sender != request.movers[-1]:
             return self._unwanted(sender, message)
         return self._adopt(request, request.decode, message.handle, now)
 
     def stranded(self, sender: str, message: Stranded, now: float) -> list[Order]:
-        """The KV cannot be brought over: compute it again, perhaps elsewhere."""
-        request = self._migrating(message)
-        if request is None or sender not in request.movers:
+        """The KV cannot be brought over, or not be stored: compute it again, perhaps elsewhere."""
+        if (pulling := self._pulling(message)) is not None and sender in pulling.pull:
+            return self.borrowing.failed(pulling, now)
+        request = self._migrating(message) or self._prefilling(message)
+        if request is None:
+            return self._drop(message)
+        if sender not in (request.movers if request.stage == Stage.MIGRATING else self._givers(request)):
             return self._drop(message)
         return self._retry(request, sender, message.reason) + self._advance(now)
 
@@ -186,7 +191,10 @@ class Dispatcher:
         request = self.requests.get(message.request)
         if request is None or request.attempt != message.attempt:
             return []
-        if request.stage in (Stage.PREFILLING, Stage.MIGRATING) and name in (request.engine, *request.movers):
+        if request.pull and name in request.pull:
+            return self.borrowing.failed(request, now)
+        involved = (request.engine, request.prefill, *request.movers)
+        if request.stage in (Stage.PREFILLING, Stage.MIGRATING) and name in involved:
             return self._retry(request, name, "it cannot be reached") + self._advance(now)
         if request.engine != name:
             return []
@@ -204,9 +212,8 @@ class Dispatcher:
                 orders += self._reject(
                     request, errors.RequestTimeout(f"{request.stage} when its time ran out after {waited:.1f} s")
                 )
-            elif request.stage == Stage.PINNING and now - request.pinned_s > PIN_TIMEOUT_S:
-                request.pins.clear()
-                orders += self._start(request)
+            elif request.stage == Stage.PINNING:
+                orders += self.borrowing.overdue(request, now)
         return orders + self._advance(now) if orders else []
 
     def check(self) -> None:
@@ -230,137 +237,67 @@ class Dispatcher:
             if not placed or not queue:
                 sources.remove(queue)
         while self.requests.queued:
-            placed = self._place_prefill(self.requests.queued.first, now)
-            if not placed:
+            first = self.requests.queued.first
+            orders += self._place_prefill(first, now)
+            if first.stage == Stage.QUEUED:
                 break
-            orders += placed
         return orders
 
     def _place_prefill(self, request: Request, now: float) -> list[Order]:
         """Choose who computes the prompt; where others have its beginning, ask them to lend it first."""
-        firsts, decodes = self._few(request)
-        views = [
-            replace(view, num_owned=self.fleet.index.num_known(request.digests, {view.name}))
-            for view in firsts
-            if view.has_capacity
-        ]
-        coming = self.requests.coming
-        cached = {view.name: self.fleet.num_readable(request.keys, view.name, coming(view.name)) for view in views}
-        target = choose_prefill(
-            views,
-            len(request.ask.prompt),
-            cached=cached,
-            decodes=decodes,
-            can_migrate=self.limits.can_migrate,
-        )
-        if target is None:
+        chosen = self.chooser.prefill(request)
+        if chosen is None:
             return []
-        request.num_cached = cached[target]
+        target, request.num_cached = chosen
+        if (leader := self.chooser.leader(request, target)) is not None:
+            self.requests.hold(request, leader)
+            return []
         self._plan_decode(request, target)
-        shares, request.prefix_tokens = self.fleet.shares(request.keys, target)
-        if not shares:
-            self.requests.move(request, Stage.PREFILLING, target)
-            return [Order(target, tasks.prefill(request))]
-        self.requests.move(request, Stage.PINNING, target)
-        request.pinned_s = now
-        orders = []
-        for share in shares:
-            request.pins[share.start] = share.owner
-            request.holders.add(share.owner)
-            message = Pin(request.ask.request, request.attempt, share.start, share.digests)
-            orders.append(Order(share.owner, message))
-        return orders
-
-    def _few(self, request: Request) -> tuple[list[EngineView], list[EngineView]]:
-        """Return engines of which one is the best for a prompt, and the decode engines that they are judged by."""
-        if not self.limits.can_migrate:
-            decodes = self._views("decode")
-            if decodes:
-                return self._views(*FIRST_ROLES), decodes
-        standings = self.fleet.refresh(self.requests.assigned, self.requests.touched)
-        begun = {self.fleet.engines[name].member.node for name in self.requests.beginning(request)}
-        firsts = standings.firsts(self.fleet.nodes_with(request.keys) | begun)
-        return firsts, standings.crowds(firsts)
-
-    def _start(self, request: Request) -> list[Order]:
-        """Everyone who was asked has answered: compute the rest."""
-        self.requests.move(request, Stage.PREFILLING, request.prefill)
-        return [Order(request.prefill, tasks.prefill(request))]
+        return self.borrowing.begin(request, target, now)
 
     def _plan_decode(self, request: Request, prefill: str) -> None:
         """Choose the decode engine early if KV has to move there: it can go while the prompt is still computed."""
         source = self.fleet.engines[prefill].place
         if not self.limits.overlaps or self.fleet.engines[prefill].member.role != "prefill":
             return
-        decision = self._schedule(request, source)
+        decision = self.chooser.decode(request, source)
         if decision is not None and decision.need_migration:
             request.movers = self.fleet.movers(source, decision.target)
             request.holders.update(request.movers)
             request.planned = decision.target
 
-    def _schedule(self, request: Request, source: Place, planned: str = "") -> DecodeDecision | None:
-        """Choose a decode engine, the one that was planned if it still has room: part of the KV is there."""
-        views = [replace(view, num_owned=request.num_owned(view.name)) for view in self._decodes(request, source)]
-        views = [view for view in views if view.name == planned and view.has_capacity] or views
-        self._turn += 1
-        return schedule_decode(
-            source,
-            views,
-            policy=self.limits.policy,
-            max_distance=self.limits.max_distance,
-            needs_migration=self.fleet.needs_migration,
-            turn=self._turn,
-        )
-
-    def _decodes(self, request: Request, source: Place) -> list[EngineView]:
-        """Return decode engines of which one is the best for KV at a place; all where some cannot be reached."""
-        if self.limits.policy != "round_robin":
-            standings = self.fleet.refresh(self.requests.assigned, self.requests.touched)
-            views = standings.decodes(source, (request.planned, *request.owners))
-            if all(self.fleet.needs_migration(source, view.place) is not None for view in views):
-                return views
-        return self._views("decode")
-
     def _place_decode(self, request: Request, now: float) -> list[Order]:
-        done, source = request.prefilled, self.fleet.engines.get(request.prefill)
+        done, source = request.prefilled, self.fleet.place_of(request.prefill)
         if done is None or source is None:
             return []
         planned = request.planned
         self.requests.plan(request, "")  # its own place counts as free for it
-        decision = self._schedule(request, source.place, planned)
-        way = self.fleet.way(source.place, self.fleet.engines[decision.target].place) if decision else None
+        decision = self.chooser.decode(request, source, planned)
+        way = self.fleet.way(source, self.fleet.engines[decision.target].place) if decision else None
         if decision is None or way is None:
             self.requests.plan(request, planned)
             return []
         request.way = way
         if not decision.need_migration:
+            request.way = way if request.prefill in self.fleet.engines else Way("store", way.why)
             return self._adopt(request, decision.target, done.handle, now)
-        request.movers = self.fleet.movers(source.place, decision.target)
+        request.movers = self.fleet.movers(source, decision.target)
         request.holders.update(request.movers)
         self.requests.move(request, Stage.MIGRATING, decision.target)
-        return [Order(request.movers[0], tasks.migrate(request, now))]
+        return [Order(request.prefill if self.limits.prunes else request.movers[0], tasks.migrate(request, now))]
 
     def _adopt(self, request: Request, target: str, handle: KVHandle, now: float) -> list[Order]:
         """Have an engine go on with a sequence that it can read."""
         self.requests.move(request, Stage.ADOPTING, target)
         return [Order(target, tasks.decode(request, handle, now))]
 
-    def _views(self, *roles: str) -> list[EngineView]:
-        return self.fleet.views(self.requests.assigned, *roles)
-
     def _relieve(self, name: str) -> list[Order]:
         """When prompts wait for blocks that an engine lends, have a borrower copy what it reads, largest first."""
-        load = self.fleet.engines[name].load
-        if load.blocks_lacking == 0 or load.blocks.leased_out == 0:
+        request = self.chooser.relief(name)
+        if request is None:
             return []
-        lent = [r for r in self.requests.values() if r.stage == Stage.DECODING and r.prefill == name]
-        for request in sorted(lent, key=lambda r: -len(r.ask.prompt)):
-            holder = self.fleet.engines.get(request.decode)
-            size = len(request.ask.prompt) // self.limits.block_tokens
-            if holder is not None and not request.is_copied and size < holder.load.blocks.free:
-                request.is_copied = True
-                return [Order(request.decode, CopyOut(request.ask.request, request.attempt))]
-        return []
+        request.is_copied = True
+        return [Order(request.decode, CopyOut(request.ask.request, request.attempt))]
 
     # ---- Endings --------
 
@@ -371,25 +308,33 @@ class Dispatcher:
         orders = self._releases(request)
         request.holders.clear()
         request.attempt += 1
-        self.requests.move(request, Stage.QUEUED)
+        self.requests.move(request, Stage.QUEUED, why=f"{lost}: {reason}")
         return orders
 
-    def _unpinned(self, request: Request, name: str) -> list[Order]:
-        """An owner that was asked to lend is lost: go on without it."""
-        asked = [start for start, owner in request.pins.items() if owner == name]
-        for start in asked:
-            del request.pins[start]
-        return self._start(request) if asked and not request.pins else []
-
     def _reject(self, request: Request, error: errors.PDError) -> list[Order]:
-        return [Order(request.gateway, tasks.reject(request, error)), *self._end(request)]
+        return [Order(request.gateway, tasks.reject(request, error)), *self._end(request, error.code)]
 
-    def _end(self, request: Request) -> list[Order]:
-        self.requests.remove(request)
+    def _end(self, request: Request, why: str = "") -> list[Order]:
+        self.requests.remove(request, why)
         return self._releases(request)
 
     def _releases(self, request: Request) -> list[Order]:
         return [Order(holder, Release(request.ask.request, request.attempt)) for holder in sorted(request.holders)]
+
+    def _release(self, request: Request, name: str) -> list[Order]:
+        """Have somebody let go whose part is over."""
+        request.holders.discard(name)
+        return [Order(name, Release(request.ask.request, request.attempt))]
+
+    def _givers(self, request: Request) -> tuple[str, ...]:
+        """Return who can hand the prompt over: its prefill engine, and the store that it publishes to."""
+        store = self.fleet.store_of(request.prefill) if self.limits.has_store else ""
+        return (request.prefill, store) if store else (request.prefill,)
+
+    def _prefilling(self, message: Prefilled | Stranded) -> Request | None:
+        request = self.requests.get(message.request)
+        is_current = request is not None and request.attempt == message.attempt and request.stage == Stage.PREFILLING
+        return request if is_current else None
 
     def _current(self, sender: str, message: Prefilled | Adopted | Finished | Failed) -> Request | None:
         request = self.requests.get(message.request)
@@ -403,6 +348,11 @@ class Dispatcher:
         known = self.requests.get(message.request)
         is_held = known is not None and known.attempt == message.attempt and sender in known.holders
         return [] if is_held else [Order(sender, Release(message.request, message.attempt))]
+
+    def _pulling(self, message: Migrated | Stranded) -> Request | None:
+        request = self.requests.get(message.request)
+        is_current = request is not None and request.attempt == message.attempt and bool(request.pull)
+        return request if is_current else None
 
     def _migrating(self, message: Migrated | Stranded) -> Request | None:
         request = self.requests.get(message.request)

@@ -22,8 +22,12 @@ def grant(wanted: int, engine: int, owned: Mapping[int, int], num_free: int, min
     minimum is set aside, so that no engine can starve another: without it a prefill that holds all memory would
     wait for a decode that cannot get a block.
     """
-    set_aside = sum(max(0, minimum - count) for other, count in owned.items() if other != engine)
-    return max(0, min(wanted, num_free - set_aside))
+    return max(0, min(wanted, num_free - _set_aside(engine, owned, minimum)))
+
+
+def shortage(wanted: int, engine: int, owned: Mapping[int, int], num_free: int, minimum: int) -> int:
+    """Return how many extents more would have to be free, so that `engine` can get `wanted`."""
+    return max(0, wanted + _set_aside(engine, owned, minimum) - num_free)
 
 
 def recall(wanted: int, engine: int, owned: Mapping[int, int], minimum: int) -> dict[int, int]:
@@ -36,3 +40,7 @@ def recall(wanted: int, engine: int, owned: Mapping[int, int], minimum: int) -> 
         asked[other] = min(spare, wanted)
         wanted -= asked[other]
     return asked
+
+
+def _set_aside(engine: int, owned: Mapping[int, int], minimum: int) -> int:
+    return sum(max(0, minimum - count) for other, count in owned.items() if other != engine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pdactors.kv.prefix import Part
 from pdactors.messages import Load, Member
@@ -27,6 +28,14 @@ class Engine:
     @property
     def place(self) -> Place:
         return Place(self.member.node, self.member.rack, self.device)
+
+
+class Pull(NamedTuple):
+    """What of a prompt is to be brought: who lends it, where it ends, and the migrators that it goes through."""
+
+    shares: list[Share]
+    num_tokens: int
+    movers: tuple[str, str]
 
 
 class FleetState:
@@ -98,7 +107,11 @@ class FleetState:
         digests = (*keys.digests[:1], *(part.digest for part in keys.parts(0)))
         names = {name for digest in digests for name in self.index.owners(digest)}
         movers = {node for node, member in self.migrators.items() if member.name in names} if names else set()
-        return movers | {self.engines[name].member.node for name in names if name in self.engines}
+        return movers | self.nodes_of(names)
+
+    def nodes_of(self, engines: Collection[str]) -> set[str]:
+        """Return the nodes of those engines that are there."""
+        return {self.engines[name].member.node for name in engines if name in self.engines}
 
     def neighbours(self, name: str) -> set[str]:
         """Return who else has blocks that this engine can read in place."""
@@ -125,15 +138,50 @@ class FleetState:
     def shares(self, keys: PrefixKeys, reader: str) -> tuple[list[Share], int]:
         """Return what an engine has to borrow to read what is known of a prompt, and how many tokens that makes."""
         neighbours = self.neighbours(reader)
-        holders = {reader, *neighbours}
+        num_tokens = self._num_known(keys, {reader, *neighbours})
+        return self.index.shares(keys.chain(num_tokens), reader, neighbours), num_tokens
+
+    def whole(self, keys: PrefixKeys, reader: str) -> tuple[list[Share], int]:
+        """Return what `shares` does, where the store of the node may find more of a prompt than is known here."""
+        shares, num_tokens = self.shares(keys, reader)
+        store, num_full = self.store_of(reader), len(keys.digests) * keys.block_tokens
+        if num_tokens >= num_full or not self.knows(store):
+            return shares, num_tokens
+        return [Share(store, 0, keys.digests)], num_full
+
+    def pull(self, keys: PrefixKeys, reader: str) -> Pull | None:
+        """Return what another node has of a prompt, if that is a block more at least than an engine's own node has."""
+        here = self.engines[reader].place.node
+        known = {node: self._num_known(keys, {member.name}) for node, member in self.migrators.items() if node != here}
+        node = max(known, key=lambda node: (known[node], node), default="")
+        here_known = self._num_known(keys, {reader, *self.neighbours(reader)})
+        if here not in self.migrators or not node or known[node] < here_known + keys.block_tokens:
+            return None
+        owner = self.migrators[node].name
+        shares = self.index.shares(keys.chain(known[node]), "", {owner})
+        return Pull(shares, known[node], (owner, self.migrators[here].name))
+
+    def _num_known(self, keys: PrefixKeys, holders: Collection[str]) -> int:
         num_blocks = self.index.num_known(keys.digests, holders)
-        part = self._part(keys, num_blocks, holders)
-        digests = [*keys.digests[:num_blocks], *([part.digest] if part.num_tokens else [])]
-        return self.index.shares(digests, reader, neighbours), num_blocks * keys.block_tokens + part.num_tokens
+        return num_blocks * keys.block_tokens + self._part(keys, num_blocks, holders).num_tokens
 
     def _part(self, keys: PrefixKeys, num_blocks: int, holders: Collection[str]) -> Part:
         """Return the longest known part of the block after the first `num_blocks`."""
         return next((p for p in keys.parts(num_blocks) if self.index.is_known(p.digest, holders)), _NO_PART)
+
+    def store_of(self, engine: str) -> str:
+        """Name the migrator of an engine's node, which keeps what the node's engines publish."""
+        return f"{self.engines[engine].member.node}/migrator" if engine in self.engines else ""
+
+    def place_of(self, name: str) -> Place | None:
+        """Return where an engine, or a migrator that is ready, is; None if it is not there."""
+        if name in self.engines:
+            return self.engines[name].place
+        return next((Place(m.node, m.rack) for m in self.migrators.values() if m.name == name), None)
+
+    def node_of(self, migrator: str) -> str:
+        """Return the node of a migrator, "" if it is not there."""
+        return next((node for node, member in self.migrators.items() if member.name == migrator), "")
 
     def sequence_sizes(self, block_tokens: int) -> list[int]:
         """Return how many tokens each engine that carries sequences to their end could hold of one."""

@@ -6,23 +6,29 @@ QUEUED --place--> PREFILLING --prefilled--> WAITING --decode has room--> ADOPTIN
  |  +--prefill lost-|----+-------------------+----------------------+      any stage: finished, failed, cancelled,
  |                  |                                                                  timed out -> gone
  +-----> PINNING ---+  others lend the prompt's beginning (and back to QUEUED when the prefill is lost)
+ +-----> HELD, while another request computes the prompt's beginning for the store, and back to QUEUED
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 from pdactors.errors import InvariantError
 from pdactors.messages import Generate, Prefilled, Segment
 from pdactors.policy.prefix_keys import PrefixKeys
 from pdactors.policy.transfer import NO_WAY, Way
 
+MAX_MOVES = 100_000  # that are kept for someone to drain
+
 
 class Stage(StrEnum):
     QUEUED = "queued"
+    HELD = "held"
     PINNING = "pinning"
     PREFILLING = "prefilling"
     WAITING = "waiting"
@@ -32,7 +38,8 @@ class Stage(StrEnum):
 
 
 _LEGAL = {
-    Stage.QUEUED: {Stage.PINNING, Stage.PREFILLING},
+    Stage.QUEUED: {Stage.HELD, Stage.PINNING, Stage.PREFILLING},
+    Stage.HELD: {Stage.QUEUED},
     Stage.PINNING: {Stage.PREFILLING, Stage.QUEUED},
     Stage.PREFILLING: {Stage.WAITING, Stage.QUEUED},
     Stage.WAITING: {Stage.ADOPTING, Stage.MIGRATING, Stage.QUEUED},
@@ -41,6 +48,8 @@ _LEGAL = {
     Stage.DECODING: set[Stage](),
 }
 
+_UNPLACED = {Stage.QUEUED, Stage.HELD}
+_COMPUTING = {Stage.PINNING, Stage.PREFILLING}
 _AT_DECODE = {Stage.MIGRATING, Stage.ADOPTING, Stage.DECODING}
 
 
@@ -55,7 +64,8 @@ class Request:
     keys: PrefixKeys  # by which what is cached of the prompt is found
     attempt: int = 1
     stage: Stage = Stage.QUEUED
-    prefill: str = ""
+    leader: str = ""  # the request that it is held for
+    prefill: str = ""  # who computes the prompt, and then who holds its KV
     decode: str = ""
     planned: str = ""  # the decode engine that was chosen early, since KV has to move there; it keeps a place
     prefilled: Prefilled | None = None
@@ -66,6 +76,7 @@ class Request:
     pins: dict[int, str] = field(default_factory=dict)  # first block -> owner asked to lend, that has not answered
     prefix: list[Segment] = field(default_factory=list)  # what owners lend for the prefill
     prefix_tokens: int = 0  # where that and what the prefill has itself end
+    pull: tuple[str, ...] = ()  # the migrators that bring it from another node
     pinned_s: float = 0.0  # when they were asked
     is_copied: bool = False  # the decode engine was told to read copies of its own
     holders: set[str] = field(default_factory=set)
@@ -119,6 +130,17 @@ class Queue:
         del self._requests[request.rank]
 
 
+@dataclass(frozen=True)
+class Move:
+    """A request got to another stage; "" for the end. `why` says what a move that nobody wished for comes from."""
+
+    request: str
+    attempt: int
+    stage: Stage | Literal[""]
+    engine: str
+    why: str = ""
+
+
 @dataclass
 class Assigned:
     """What an engine was given and has not handed on: its requests, and prompt tokens that it has to compute."""
@@ -132,12 +154,14 @@ class RequestTable(Mapping[str, Request]):
 
     def __init__(self) -> None:
         self.queued = Queue()
-        self.waiting: dict[str, Queue] = {}  # by the prefill engine that holds the KV
+        self.held: dict[str, Queue] = {}  # by the request that they wait for
+        self.waiting: dict[str, Queue] = {}  # by who holds the KV
         self.assigned: dict[str, Assigned] = {}
         self.under_way: dict[str, dict[str, frozenset[bytes]]] = {}  # engine -> request -> digests that it computes
         self.beginnings: dict[bytes, set[str]] = {}  # first digest -> requests that compute it
         self.touched: set[str] = set()  # engines whose assignments changed; whoever looks at them clears it
         self._requests: dict[str, Request] = {}
+        self._moves: deque[Move] = deque(maxlen=MAX_MOVES)
 
     def __getitem__(self, name: str) -> Request:
         return self._requests[name]
@@ -148,15 +172,34 @@ class RequestTable(Mapping[str, Request]):
     def __len__(self) -> int:
         return len(self._requests)
 
+    @property
+    def num_unplaced(self) -> int:
+        """Requests that no engine has taken."""
+        return len(self.queued) + sum(map(len, self.held.values()))
+
     def add(self, request: Request) -> None:
         """Take a new request in; its id is not in the table."""
         self._requests[request.ask.request] = request
         self._enter(request)
+        self._note(request, request.stage)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: Request, why: str = "") -> None:
         """Forget a request."""
         del self._requests[request.ask.request]
         self._leave(request)
+        self._note(request, "", why)
+        self._follow(request)
+
+    def hold(self, request: Request, leader: Request) -> None:
+        """Keep a queued request until the leader's prompt is computed, or is not going to be."""
+        request.leader = leader.ask.request
+        self.move(request, Stage.HELD)
+
+    def drain_moves(self) -> list[Move]:
+        """Return what has moved since the last call, in order."""
+        moves = list(self._moves)
+        self._moves.clear()
+        return moves
 
     def beginning(self, request: Request) -> set[str]:
         """Return the engines that are computing the first block of a request's prompt for others."""
@@ -173,8 +216,10 @@ class RequestTable(Mapping[str, Request]):
         request.planned = engine
         self._enter(request)
 
-    def move(self, request: Request, stage: Stage, engine: str = "") -> None:
+    def move(self, request: Request, stage: Stage, engine: str = "", why: str = "") -> None:
         """Change the stage; `engine` takes the request from PINNING, PREFILLING, MIGRATING or ADOPTING on.
+
+        From WAITING on it is the store that holds the KV, if one does, and not the engine that computed it.
 
         Raises:
             InvariantError: the automaton above has no such arrow.
@@ -189,13 +234,19 @@ class RequestTable(Mapping[str, Request]):
             request.num_cached = 0
             request.pins.clear()
             request.prefix.clear()
+            request.pull = ()
         elif stage in (Stage.PINNING, Stage.PREFILLING):
             request.prefill = engine
+        elif stage == Stage.WAITING:
+            request.prefill = engine or request.prefill
         elif stage in _AT_DECODE:
             request.decode = engine or request.decode
         if engine:
             request.holders.add(engine)
         self._enter(request)
+        self._note(request, stage, why)
+        if stage not in _COMPUTING:
+            self._follow(request)
 
     def check(self) -> None:
         """Hold the table against itself.
@@ -210,15 +261,18 @@ class RequestTable(Mapping[str, Request]):
                 raise InvariantError(f"request {request.ask.request} is filed under {name}")
             if (stage == Stage.WAITING or stage in _AT_DECODE) != (request.prefilled is not None):
                 raise InvariantError(f"request {name} is {stage} with the hand-over {request.prefilled}")
-            if (stage == Stage.QUEUED) == bool(request.engine):
+            if (stage in _UNPLACED) == bool(request.engine):
                 raise InvariantError(f"request {name} is {stage} at {request.engine or 'no engine'}")
             if request.engine and request.engine not in request.holders:
                 raise InvariantError(f"request {name} is at {request.engine}, which is not among its holders")
-            if (stage == Stage.PINNING) != bool(request.pins):
+            if (stage == Stage.PINNING) != bool(request.pins) or (request.pull and stage != Stage.PINNING):
                 raise InvariantError(f"request {name} is {stage} and waits for {request.pins}")
+            if stage == Stage.HELD and self._requests[request.leader].stage not in _COMPUTING:
+                raise InvariantError(f"request {name} is held for {request.leader}, which computes nothing")
             fresh.add(request)
         for what, ours, theirs in (
             ("queued", self.queued._ranks, fresh.queued._ranks),
+            ("held", _ranks(self.held), _ranks(fresh.held)),
             ("waiting", _ranks(self.waiting), _ranks(fresh.waiting)),
             ("assigned", self.assigned, fresh.assigned),
             ("under way", self.under_way, fresh.under_way),
@@ -227,23 +281,33 @@ class RequestTable(Mapping[str, Request]):
             if ours != theirs:
                 raise InvariantError(f"{what} is {ours}, the requests make it {theirs}")
 
+    def _note(self, request: Request, stage: Stage | Literal[""], why: str = "") -> None:
+        self._moves.append(Move(request.ask.request, request.attempt, stage, request.engine, why))
+
     def _enter(self, request: Request) -> None:
+        if request.stage not in _UNPLACED:
+            self._count(request, 1)
         if request.stage == Stage.QUEUED:
             self.queued.add(request)
-            return
-        self._count(request, 1)
-        if request.stage == Stage.WAITING:
+        elif request.stage == Stage.HELD:
+            self.held.setdefault(request.leader, Queue()).add(request)
+        elif request.stage == Stage.WAITING:
             self.waiting.setdefault(request.prefill, Queue()).add(request)
 
     def _leave(self, request: Request) -> None:
+        if request.stage not in _UNPLACED:
+            self._count(request, -1)
         if request.stage == Stage.QUEUED:
             self.queued.remove(request)
-            return
-        self._count(request, -1)
-        if request.stage == Stage.WAITING:
-            self.waiting[request.prefill].remove(request)
-            if not self.waiting[request.prefill]:
-                del self.waiting[request.prefill]
+        elif request.stage == Stage.HELD:
+            _take(self.held, request.leader, request)
+        elif request.stage == Stage.WAITING:
+            _take(self.waiting, request.prefill, request)
+
+    def _follow(self, leader: Request) -> None:
+        """Queue those again that were held for a request: it computes nothing any more."""
+        while leader.ask.request in self.held:
+            self.move(self.held[leader.ask.request].first, Stage.QUEUED)
 
     def _count(self, request: Request, sign: int) -> None:
         """Account a request to its engine; one that waits for decode keeps its place at the prefill engine."""
@@ -272,6 +336,12 @@ class RequestTable(Mapping[str, Request]):
         if not assigned.num_requests:
             del self.assigned[engine]
         return assigned
+
+
+def _take(queues: dict[str, Queue], name: str, request: Request) -> None:
+    queues[name].remove(request)
+    if not queues[name]:
+        del queues[name]
 
 
 def _ranks(queues: Mapping[str, Queue]) -> dict[str, list[tuple[bool, int]]]:

@@ -37,7 +37,8 @@ def migrate(request: Request, now: float) -> Migrate:
     ask = request.ask
     handle = _done(request).handle
     time_left_s = None if ask.deadline_s is None else ask.deadline_s - now
-    return Migrate(ask.request, request.attempt, handle, request.movers[-1], request.digests, ask.priority, time_left_s)
+    digests = request.keys.full()
+    return Migrate(ask.request, request.attempt, handle, request.movers[-1], digests, ask.priority, time_left_s)
 
 
 def decode(request: Request, handle: KVHandle, now: float) -> Decode:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pdactors.bench.load import Record
 from pdactors.bench.workload import Request
 from pdactors.config.cluster import ClusterConfig
-from pdactors.engine.runner import EngineLimits
+from pdactors.engine.limits import EngineLimits
 from pdactors.engine.sequence import Sequence
 from pdactors.errors import ConfigError
 from pdactors.kv.layout import KVLayout
@@ -269,7 +269,7 @@ class SimCluster:
         elif isinstance(message, Adopted):
             self._perform(router.adopted(sender, message))
         elif isinstance(message, Pinned):
-            self._perform(router.pinned(sender, message))
+            self._perform(router.pinned(sender, message, now))
         elif isinstance(message, Migrated):
             self._perform(router.migrated(sender, message, now))
         elif isinstance(message, CacheChanged) and self._knows_caches:

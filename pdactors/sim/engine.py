@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdactors.engine.runner import EngineLimits
+from pdactors.engine.limits import EngineLimits
 from pdactors.engine.sequence import Sequence
 from pdactors.engine.step import Outcome, Step
 from pdactors.kv.blocks import BlockPool

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdactors.config.cluster import ClusterConfig, NodeSection
-from pdactors.engine.runner import EngineLimits
+from pdactors.engine.limits import EngineLimits
 from pdactors.kv.layout import KVLayout
 from pdactors.messages import Announce, Member, Release
 from pdactors.sim.clock import Clock

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, cast
 
 from pdactors.engine.batch import Span, StepBatch
-from pdactors.engine.runner import Engine, EngineLimits
+from pdactors.engine.limits import EngineLimits
+from pdactors.engine.runner import Engine
 from pdactors.engine.sampling import Sampled
 from pdactors.engine.sequence import Sequence
 from pdactors.engine.step import Outcome, Step, StepResult

@@ -134,7 +134,8 @@ def _ids(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) 
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise BadRequest(f"the text is not valid Unicode: {error.reason} at character {error.start}") from error
-    return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
+    # Not `encode`, which keeps other threads from running, for a second where a text has a megabyte.
+    return list(backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
 
 
 def _ids_after_newline(backend: tokenizers.Tokenizer, text: str) -> list[int]:
@@ -159,7 +160,8 @@ def _check_message(message: Any, where: str) -> dict[str, str]:
         raise BadRequest(f"{where} must be an object, not {type(message).__name__}")
     role = message.get("role")
     if role not in ROLES:
-        raise BadRequest(f"{where}.role must be one of {', '.join(ROLES)}, not {role!r}")
+        found = f"{role[:60]!r}" if isinstance(role, str) else type(role).__name__
+        raise BadRequest(f"{where}.role must be one of {', '.join(ROLES)}, not {found}")
     checked = {"role": str(role)}
     for key in ("content", "name"):
         value = message.get(key)
@@ -169,7 +171,7 @@ def _check_message(message: Any, where: str) -> dict[str, str]:
             raise BadRequest(f"{where}.{key} must be a string, not {type(value).__name__}")
     for key, value in message.items():
         if value is not None and key not in ("role", "content", "name"):
-            raise BadRequest(f"{where}.{key} is not supported; a message has role, content and name")
+            raise BadRequest(f"{where}.{key:.60} is not supported; a message has role, content and name")
     return checked
 
 

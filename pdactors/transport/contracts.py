@@ -10,7 +10,7 @@ be lost with its peer, so what matters is acknowledged by the receiver.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, TypeAlias
 
 from pdactors.errors import ConnectionLost, PDError
@@ -63,6 +63,9 @@ class Listener(Protocol):
             Busy: the queue to that peer is full; nothing was queued.
         """
 
+    def cut(self, peer: Peer) -> None:
+        """End the connection to a peer, whatever it still sends; it may connect again."""
+
     def close(self) -> None:
         """Flush what is queued for at most a moment, then close; idempotent."""
 
@@ -73,11 +76,20 @@ class Listener(Protocol):
 class Transport(Protocol):
     """Opens listeners and channels on the running event loop; messages arrive by callback on that loop."""
 
-    def listen(self, address: str, receive: Receive, *, fd: int | None = None, max_bytes: int = ...) -> Listener:
+    def listen(
+        self,
+        address: str,
+        receive: Receive,
+        *,
+        fd: int | None = None,
+        max_bytes: int = ...,
+        admits: Collection[str] | None = None,
+    ) -> Listener:
         """Listen on `address`, or on the listening TCP socket `fd` that somebody bound to it.
 
-        A frame of more than `max_bytes` costs its sender the connection. `receive` is called with the
-        sender's identity.
+        A frame of more than `max_bytes`, or a message that goes on and on, costs its sender the connection. `receive`
+        is called with the sender's identity. Where the transport has keys, only peers with one of the public keys in
+        `admits` get in; without it those with the cluster's own.
 
         Raises:
             ConnectionLost: the address is in use or cannot be bound.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Collection
 
 from pdactors.errors import ConnectionLost
 from pdactors.transport.contracts import Busy, Frames, Peer, PeerGone, Receive
@@ -20,7 +21,13 @@ class InprocTransport:
         self._opened: list[InprocListener | InprocChannel] = []
 
     def listen(
-        self, address: str, receive: Receive, *, fd: int | None = None, max_bytes: int = 1 << 26
+        self,
+        address: str,
+        receive: Receive,
+        *,
+        fd: int | None = None,
+        max_bytes: int = 1 << 26,
+        admits: Collection[str] | None = None,
     ) -> InprocListener:
         if fd is not None:
             raise ConnectionLost("an inproc address has no file descriptor")
@@ -83,6 +90,12 @@ class InprocListener:
         if channel is None:
             raise PeerGone(f"{peer!r} is not connected to {self.address}")
         channel.inbox.put(b"", frames)
+
+    def cut(self, peer: Peer) -> None:
+        channel = self.channels.pop(peer, None)
+        if channel is not None:
+            channel.listener = None
+            channel.attach(self)  # it connects again, as it would on a network
 
     def close(self) -> None:
         """Close; the channels wait for the address to come back, as they do on a network."""

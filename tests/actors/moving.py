@@ -236,19 +236,19 @@ class World:
 
     def check(self):
         for node in self.alive:
-            node.mover.check()
+            node.migrator.holdings.check()
             node.prefill.loans.check()
             node.prefill.pool.check()
             blocks = node.mover.pool.account()
             assert blocks.total == blocks.free + blocks.cached + blocks.used + blocks.leased_out
-            assert 0 <= node.mover.inbound.num_reserved <= node.mover.pool.num_available
+            assert 0 <= node.mover.holdings.num_reserved <= node.mover.pool.num_available
 
     @staticmethod
     def held(node):
         """Return what a migrator still holds."""
         mover, blocks = node.mover, node.mover.pool.account()
         counts = {
-            "reserved": mover.inbound.num_reserved, "used": blocks.used, "lent": blocks.leased_out,
+            "reserved": mover.holdings.num_reserved, "used": blocks.used, "lent": blocks.leased_out,
             "keys": (*mover.inbound.keys, *mover.outbound.keys), "queue": len(mover.outbound.queue),
             "borrowed": mover.loans.borrowed, "live": mover.loans.live(),
         }  # fmt: skip

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from pdactors.actors.blueprint import check_available, client_addresses, control_address, nodes_here
+from pdactors.actors.blueprint import check_available, check_model, client_addresses, control_address, nodes_here
 from pdactors.config.cluster import ClusterConfig, ClusterSection, KVSection, ListenSection, NodeSection, RouterSection
+from pdactors.engine.shape import ModelShape
 from pdactors.errors import ConfigError
 
 NEAR = {"n0": "127.0.0.1", "n1": "127.0.0.1"}
 
 
-def config(*nodes, mode="disaggregated", control="tcp://0.0.0.0:7000", router="n0", listen=None, transport="auto"):
+def config(
+    *nodes, mode="disaggregated", control="tcp://0.0.0.0:7000", router="n0", listen=None, transport="auto", **kv
+):
     return ClusterConfig(
         cluster=ClusterSection(mode=mode),
         listen=listen or ListenSection(),
-        kv=KVSection(transport=transport),
+        kv=KVSection(transport=transport, **kv),
         router=RouterSection(node=router, control=control),
         node=nodes or (NodeSection("n0"), NodeSection("n1")),
     )
@@ -81,3 +84,12 @@ def test_a_node_with_half_of_the_engines_is_refused_where_kv_does_not_move(count
         check_available(config(*halves, transport="lease"))
     check_available(config(*halves))
     check_available(config(NodeSection("n0"), NodeSection("n1", **counts), mode="chunked"))
+
+
+def test_a_model_with_sliding_windows_is_refused_where_kv_is_pruned():
+    shape = ModelShape("X", 2, 4, 4, 16, 64, 100, 8192, (2,), 1, 1, 0, window=1024)
+    with pytest.raises(ConfigError, match=r"kv\.prune = 0\.7: .* a sliding window of 1024 tokens"):
+        check_model(config(prune=0.7), shape)
+    check_model(config(), shape)
+    check_model(config(prune=0.7, transport="lease"), shape)  # nothing moves
+    check_model(config(prune=0.7), ModelShape("X", 2, 4, 4, 16, 64, 100, 8192, (2,), 1, 1, 0, window=4096))

@@ -40,7 +40,7 @@ class FakeGateway:
         self.sinks: dict[str, Callable[[Any], None]] = {}
         self.cancelled: list[str] = []
         self.sweep: Callable[[], None] = lambda: None
-        self.spec: Any = type("Spec", (), {"run_id": "run"})
+        self.spec: Any = type("Spec", (), {"run_id": "run", "keys": None})
         self._keys = (f"request-{number}" for number in itertools.count())
 
     def clock(self) -> float:

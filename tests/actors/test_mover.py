@@ -11,6 +11,7 @@ from moving import BLOCK, DECODE, LAYOUT, MAX_TOKENS, MIGRATOR, NUM_EXTENTS, Wor
 
 from pdactors.messages import (
     CacheChanged,
+    Migrate,
     Migrated,
     Offer,
     Pin,
@@ -79,6 +80,19 @@ async def test_what_has_arrived_can_be_lent_to_a_prefill_there(world_of, until):
         assert np.array_equal(ours, theirs)
         world.release("b")
         await world.all_is_back()
+
+
+async def test_what_was_pruned_arrives_as_that_and_is_found_by_nobody(world_of):
+    async with world_of() as world:
+        handle = msgspec.structs.replace(world.handle(100), num_pruned=40)
+        world.hub.tell(world[0].name, Migrate("r", 1, handle, world[1].name))
+        message = await world.arrives()
+        assert (message.handle.num_tokens, message.handle.num_pruned) == (100, 40)
+        assert (world[0].mover.num_moved, world[0].mover.num_pruned) == (1, 1)
+        world.release()
+        await world.all_is_back()
+        assert world[1].mover.pool.account().cached == 0
+        assert not [message for _, message in world.hub.got if isinstance(message, CacheChanged)]
 
 
 async def test_many_at_once_all_arrive(world_of):
@@ -351,9 +365,11 @@ async def test_kv_of_another_layout_is_refused_with_both_values(world_of):
     ("changes", "reason"),
     [
         ({"layout": "f" * 16}, f"KV layout: theirs is {'f' * 16}, ours is {LAYOUT.fingerprint}"),
-        ({"num_tokens": 0}, "0 tokens; model.max_model_len is 320"),
-        ({"num_tokens": MAX_TOKENS + 1}, "321 tokens; model.max_model_len is 320"),
-        ({"digests": (b"x",) * 2}, "2 digests of 2 blocks"),
+        ({"num_tokens": 0}, "0 tokens and 0 left out; model.max_model_len is 320"),
+        ({"num_tokens": MAX_TOKENS + 1}, "321 tokens and 0 left out; model.max_model_len is 320"),
+        ({"num_pruned": MAX_TOKENS - 8}, "9 tokens and 312 left out; model.max_model_len is 320"),
+        ({"num_pruned": 1, "digests": (b"x",)}, "1 tokens are left out, so no digest says what a block holds"),
+        ({"digests": (b"x",) * 3}, "3 digests of 2 blocks"),
     ],
 )
 async def test_an_offer_that_cannot_be_right_is_refused(world_of, until, changes, reason):

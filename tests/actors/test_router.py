@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pdactors.actors import router as router_module
+from pdactors.actors import surveys
 from pdactors.errors import InvariantError
 from pdactors.messages import (
     Adopted,
@@ -328,7 +328,7 @@ async def test_a_survey_gathers_the_reports_of_all_but_supervisors(cluster_of):
 
 
 async def test_a_survey_does_not_wait_for_a_silent_member(cluster_of, monkeypatch):
-    monkeypatch.setattr(router_module, "SURVEY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(surveys, "SURVEY_TIMEOUT_S", 0.05)
     async with cluster_of("gateway", "p", "d") as cluster:
         cluster["gateway"].send(Inspect(5))
         for name in ("p", "gateway"):

@@ -335,7 +335,7 @@ BAD_STARTS: list[tuple[str, dict[str, object], list[str]]] = [
     ("far too little memory", {"kv.memory": 1000}, ["kv.memory", "1MiB"]),
     ("too much memory", {"kv.memory": "64TiB"}, ["kv.memory", "available"]),
     ("too many positions", {"model.max_model_len": 8193}, ["model.max_model_len = 8193", "8192 positions"]),
-    ("another mode", {"cluster.mode": "kvstore"}, ["cluster.mode", "kvstore", "disaggregated"]),
+    ("another store", {"cluster.mode": "kvstore", "kv.store": "disk"}, ["kv.store", "disk", "mooncake"]),
     ("no such mode", {"cluster.mode": "fast"}, ["cluster.mode", "fast"]),
     ("another transport", {"kv.transport": "cuda_ipc"}, ["kv.transport", "cuda_ipc"]),
     ("unknown key", {"kv.memroy": "1GiB"}, ["kv.memroy", "memory"]),

@@ -206,7 +206,7 @@ def test_a_mode_that_cannot_start_is_reported(tiny_model, home, monkeypatch):
 
 def test_what_this_version_cannot_do_is_the_clusters_own_error(tiny_model, monkeypatch):
     def refuse(_config):
-        raise ConfigError("cluster.mode 'kvstore' is not available in this version; use disaggregated")
+        raise ConfigError("kv.transport 'cuda_ipc' is not available in this version; use auto, lease or ucx")
 
     monkeypatch.setattr(verification.blueprint, "check_available", refuse)
     result = CliRunner().invoke(main, arguments(tiny_model, "--modes", "kvstore", "--json"))

@@ -41,12 +41,12 @@ def test_wrong_options_are_refused_before_anything_runs(arguments, part):
     assert part in " ".join(result.stderr.split())
 
 
-def test_a_mode_that_is_not_there_yet_is_refused(tiny_model):
-    result = CliRunner().invoke(
-        main, ["bench", "serve", "--modes", "kvstore", "--set", f"model.path={tiny_model}", "--set", "kv.memory=8MiB"]
-    )
+def test_what_is_not_there_yet_is_refused(tiny_model):
+    sets = [f"model.path={tiny_model}", "kv.memory=8MiB", "kv.transport=cuda_ipc"]
+    arguments = [part for value in sets for part in ("--set", value)]
+    result = CliRunner().invoke(main, ["bench", "serve", "--modes", "kvstore", *arguments])
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "kvstore" in result.stderr
+    assert "cuda_ipc" in result.stderr
 
 
 def test_requests_that_do_not_fit_the_model_are_refused(tiny_model):

@@ -10,7 +10,12 @@ from pdactors.config.load import load
 from pdactors.errors import ConfigError
 
 NO_TOKEN = "not on loopback (127.0.0.0/8, ::1), so security.token or security.token_file must be set"
-NO_JOIN_TOKEN = "not on loopback (127.0.0.0/8, ::1), so security.join_token must be set"
+NO_TOKEN_OR_CURVE = (
+    "not on loopback (127.0.0.0/8, ::1), so security.token, security.token_file or security.curve must be set"
+)
+NO_JOIN_TOKEN = (
+    "not on loopback (127.0.0.0/8, ::1), so security.join_token, security.join_token_file or security.curve must be set"
+)
 
 
 @dataclass(frozen=True)
@@ -35,12 +40,16 @@ WRONG = [
     Case(("listen.http=localhost:7070",), 'listen.http = "localhost:7070": the same port as listen.tcp'),
     Case(("router.control=127.0.0.1:7071",), 'router.control = "127.0.0.1:7071": the same port as listen.zmq'),
     Case(("listen.tcp=0.0.0.0:7070",), f'listen.tcp = "0.0.0.0:7070": {NO_TOKEN}'),
-    Case(("listen.zmq=tcp://*:0",), f'listen.zmq = "tcp://*:0": {NO_TOKEN}'),
+    Case(("listen.zmq=tcp://*:0",), f'listen.zmq = "tcp://*:0": {NO_TOKEN_OR_CURVE}'),
+    Case(("listen.zmq=tcp://*:0", "security.join_token=t"), NO_TOKEN_OR_CURVE),
+    Case(("listen.tcp=10.0.0.1:0", "security.curve=true"), f'listen.tcp = "10.0.0.1:0": {NO_TOKEN}'),
+    Case(("listen.http=10.0.0.1:0", "security.curve=true"), f'listen.http = "10.0.0.1:0": {NO_TOKEN}'),
     Case(("listen.http=[::]:0", "security.join_token=t"), f'listen.http = "[::]:0": {NO_TOKEN}'),
     Case(("router.control=10.0.0.1:9", "security.token=t"), f'router.control = "10.0.0.1:9": {NO_JOIN_TOKEN}'),
     Case(("node.0.host=10.0.0.1", "security.token=t"), f'node.0.host = "10.0.0.1": {NO_JOIN_TOKEN}'),
-    Case(("node.0.host=gpu-box", "security.curve=true"), f'node.0.host = "gpu-box": {NO_JOIN_TOKEN}'),
+    Case(("node.0.host=gpu-box",), f'node.0.host = "gpu-box": {NO_JOIN_TOKEN}'),
     Case(("security.token=t", "security.token_file=/f"), "only one of security.token and security.token_file"),
+    Case(("security.join_token=t", "security.join_token_file=/f"), "only one of security.join_token and"),
     Case(("security.token=two words",), 'security.token = "***": must be one word of printable ASCII'),
     Case(("security.join_token=***",), 'security.join_token = "***": stands for a secret'),
     Case(("node.0.prefill=0", "node.0.decode=0"), 'node.0 ("n0"): prefill and decode are 0'),
@@ -72,6 +81,9 @@ RIGHT = [
     ("listen.tcp=127.0.0.1:7080", "listen.http=127.0.0.2:7080"),
     ("listen.tcp=0.0.0.0:7070", "security.token=t"),
     ("listen.http=[::]:7080", "security.token_file=/run/token"),
+    ("listen.zmq=tcp://*:0", "security.curve=true"),
+    ("router.control=0.0.0.0:9000", "node.0.host=10.0.0.1", "security.curve=true"),
+    ("router.control=0.0.0.0:9000", "node.0.host=10.0.0.1", "security.join_token_file=/run/token"),
     ("router.control=0.0.0.0:9000", "node.0.host=10.0.0.1", "security.join_token=t"),
     ("node.0.prefill=0", "node.0.decode=0", "node.0.workers=1", "cluster.mode=colocated"),
     ("node.0.decode=0", "cluster.mode=chunked"),

@@ -49,6 +49,9 @@ max_queue = 1024
 request_timeout_s = 600
 heartbeat_ms = 500
 dead_after_ms = 2000
+[trace]
+requests = 256
+steps = 16384
 [security]
 token = ""
 join_token = ""
@@ -94,6 +97,7 @@ def test_the_documented_file_names_every_key_but_the_optional_ones() -> None:
         "kv.overlap",
         "engine.stamp_tokens",
         "security.token_file",
+        "security.join_token_file",
         "security.key_dir",
         "node.workers",
     }
@@ -264,7 +268,7 @@ def test_show_explains_every_key_and_says_what_differs_from_the_default() -> Non
         'memory = "1GiB"  # per node and device: "2GiB", "512MiB", "1.5GB", or a number of bytes; default "2GiB"'
         in (lines)
     )
-    assert "curve = false  # CURVE on every ZeroMQ socket" in lines
+    assert "overlap = true  # send the KV of finished prompt chunks while later ones are computed" in lines
     assert all("  # " in line for line in lines if "=" in line.split("#")[0])
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from pdactors.engine.batch import StepBatch
-from pdactors.engine.runner import Engine, EngineLimits
+from pdactors.engine.limits import EngineLimits
+from pdactors.engine.runner import Engine
 from pdactors.engine.sequence import Sequence
 from pdactors.engine.step import Outcome, Step
 from pdactors.kv.arena import Arena
@@ -54,28 +55,31 @@ class Scribe:
             assert span.start == row, "spans lie side by side"
             row += span.num_tokens
             first = span.context_len - span.num_tokens
-            assert list(batch.positions[span.start : row]) == list(range(first, span.context_len))
+            left_out = batch.positions[span.start] - first  # of a prompt that was pruned
+            assert list(batch.positions[span.start : row]) == list(range(first + left_out, span.context_len + left_out))
             assert len(set(span.blocks)) == len(span.blocks)
-            self.write(span.blocks, first, batch.input_ids[span.start : row])
-            ends[row - 1] = self._read(span.blocks, span.context_len)
+            self.write(span.blocks, first, batch.input_ids[span.start : row], left_out)
+            ends[row - 1] = self._read(span.blocks, span.context_len, left_out)
         assert row == len(batch.input_ids) == len(batch.positions)
         assert row, "a step computes something"
         self.steps.append([span.num_tokens for span in batch.spans])
         logits = [_LOGITS.roll(favourite(ends[wanted])) for wanted in batch.logit_rows]
         return torch.stack(logits) if logits else torch.zeros(0, VOCAB)
 
-    def write(self, blocks: object, first: int, tokens: object) -> None:
-        """Store `tokens` from position `first` on."""
-        for position, token in enumerate(tokens, first):
-            block = blocks[position // BLOCK]
-            self.kv[block, :, 0, 0, position % BLOCK] = token
-            self.kv[block, :, 1, 0, position % BLOCK] = position
+    def write(self, blocks: object, first: int, tokens: object, left_out: int = 0) -> None:
+        """Store `tokens` from slot `first` on, whose position is so many tokens later as were left out."""
+        for slot, token in enumerate(tokens, first):
+            block = blocks[slot // BLOCK]
+            self.kv[block, :, 0, 0, slot % BLOCK] = token
+            self.kv[block, :, 1, 0, slot % BLOCK] = slot + left_out
             self.written.add(block)
 
-    def _read(self, blocks: object, count: int) -> list[int]:
+    def _read(self, blocks: object, count: int, left_out: int) -> list[int]:
         found = self.kv[list(blocks)]  # [blocks, layers, 2, 1, block_tokens, 2]
         values = found[:, :, :, 0].transpose(1, 2, 0, 3, 4).reshape(2, 2, -1, 2)[:, :, :count]
-        assert (values[:, 1] == np.arange(count)[None, :, None]).all(), "a slot holds another position"
+        shift = values[:, 1] - np.arange(count)[None, :, None]
+        assert np.isin(shift, [0, left_out]).all(), "a slot holds another position"
+        assert (np.diff(shift, axis=1) >= 0).all(), "a slot holds another position"
         assert (values[0] == values[1]).all(), "a layer was left out"
         return [int(token) for token in values[0, 0, :, 0]]
 

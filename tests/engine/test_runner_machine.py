@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from pdactors.engine.runner import EngineLimits
+from pdactors.engine.limits import EngineLimits
 from pdactors.engine.sequence import Sequence
 from pdactors.engine.step import Outcome
 from pdactors.kv.arena import Arena

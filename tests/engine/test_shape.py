@@ -84,6 +84,22 @@ def test_eos_ids_are_the_union_of_both_files(
     )
 
 
+@pytest.mark.parametrize(
+    ("keys", "window"),
+    [
+        ({}, 0),
+        ({"sliding_window": None}, 0),
+        ({"sliding_window": 24}, 24),
+        ({"sliding_window": 24, "use_sliding_window": False}, 0),
+        ({"sliding_window": 24, "use_sliding_window": True}, 24),
+        ({"sliding_window": 24, "layer_types": ["full_attention"]}, 0),
+        ({"sliding_window": 24, "layer_types": ["full_attention", "sliding_attention"]}, 24),
+    ],
+)
+def test_a_sliding_window_counts_where_it_is_used(tmp_path: Path, keys: dict[str, Any], window: int) -> None:
+    assert ModelShape.read(write_model(tmp_path, {**CONFIG, **keys})).window == window
+
+
 def test_longrope_ends_at_the_original_length(tmp_path: Path) -> None:
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 32}
     assert ModelShape.read(write_model(tmp_path, {**CONFIG, "rope_parameters": rope})).max_position == 32

@@ -51,6 +51,8 @@ def test_a_sequence_goes_on_when_the_kernels_are_there(folder: Path, monkeypatch
         is_warm[0] = number >= 2
         found = model.forward(step(begin, end))
         torch.testing.assert_close(found, expected.forward(step(begin, end)), rtol=1e-4, atol=1e-4)
+        paid = model.observe(step(begin, end)), expected.observe(step(begin, end))
+        np.testing.assert_allclose(*paid, rtol=1e-3, atol=1e-4)
         assert model.way == ("lean" if is_warm[0] else "transformers")
     assert model.reason == ""
     model.close()

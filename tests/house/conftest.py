@@ -265,8 +265,9 @@ MODES: dict[str, dict[str, object]] = {
     "chunked": {"cluster.mode": "chunked"},
     "disaggregated": {},
     "colocated": {"cluster.mode": "colocated"},
+    "kvstore": {"cluster.mode": "kvstore"},
 }
-SLOW_MODES = {"chunked", "disaggregated", "colocated"}
+SLOW_MODES = {"chunked", "disaggregated", "colocated", "kvstore"}
 
 
 @pytest.fixture(
@@ -283,10 +284,10 @@ def real(request: pytest.FixtureRequest, start: Start, real_model: object) -> It
 # ---- A cluster that grows and shrinks --------
 
 
-@pytest.fixture(scope="session")
-def growing(start: Start) -> Iterator[Cluster]:
+@pytest.fixture(scope="session", params=["disaggregated", pytest.param("kvstore", marks=pytest.mark.slow)])
+def growing(request: pytest.FixtureRequest, start: Start) -> Iterator[Cluster]:
     """One prefill and one decode of the tiny model to begin with, and at the end of each test."""
-    with start(**{"engine.chunk_tokens": 128}) as cluster:
+    with start(**{"cluster.mode": request.param, "engine.chunk_tokens": 128}) as cluster:
         yield cluster
 
 

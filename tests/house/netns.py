@@ -83,13 +83,19 @@ class Host:
         return self.run([*PDACTORS, *arguments], capture_output=True, timeout=timeout_s)
 
     @contextmanager
-    def launch(self, node: str, arguments: Sequence[str], ready_file: Path) -> Iterator[Launched]:
+    def launch(
+        self, node: str, arguments: Sequence[str], ready_file: Path, clock_ahead_s: int = 0
+    ) -> Iterator[Launched]:
         """Run `pdactors launch --node NODE` here, with the log on our stderr, from when it is ready to the block's end.
+
+        Its CLOCK_MONOTONIC may be ahead of ours, as another machine's would be.
 
         Raises:
             ChildProcessError: it ended before it was ready, or did not get ready.
         """
         command = [*PDACTORS, "launch", "--node", node, "--ready-file", str(ready_file), *arguments]
+        if clock_ahead_s:
+            command = ["unshare", "--time", "--monotonic", str(clock_ahead_s), *command]
         with self.popen(command, stdout=subprocess.DEVNULL, start_new_session=True) as process:
             try:
                 yield Launched(process, _ready(ready_file, process))

@@ -12,17 +12,24 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import numpy as np
 import pytest
 from netns import Host, missing, namespaces
 from test_nodes import JOIN_TOKEN, LOST_S, QUICK, TOKEN, Machines, Settings
 
 from pdactors import AsyncClient, Client, Cluster, PDError, launch
+from pdactors.engine.batch import Span, StepBatch
+from pdactors.engine.load import load_model
+from pdactors.engine.model import PagedModel
+from pdactors.engine.pruner import num_scratch, prune
+from pdactors.kernels.pack import zeros
 
 pytest.importorskip("ucxx", reason="transfers between nodes need ucxx: pip install 'pdactors[ucx]'")
 
 MakeIds = Callable[[object, int], list[int]]
 Wait = Callable[..., None]
 Asked = list[dict[str, Any]]
+BLOCK_TOKENS = 32
 SLOW = "4mbit"  # a prompt of 1,500 tokens, 0.75 MB, takes a second and a half
 
 
@@ -119,6 +126,94 @@ def test_damage_on_the_way_is_caught_and_the_text_is_right(
         assert answers(both.zmq, asks) == answers(cluster.zmq, asks)
         wait(lambda: is_clean(client), LOST_S, lambda: f"{client.status()} {client.leaks()}")
     assert "transfer damaged" in capfd.readouterr().err
+
+
+# ---- Pruned --------
+
+
+def pruned_answer(model: PagedModel, prompt: list[int], count: int, share: float) -> list[int]:
+    """Return what follows a prompt of whose KV a share was kept once its first token was there."""
+    layout = model.layout_for(BLOCK_TOKENS)
+    num_blocks = layout.num_blocks(len(prompt))
+    packed = range(num_blocks, num_blocks + layout.num_blocks(len(prompt) + count))
+    scratch = range(packed.stop, packed.stop + num_scratch(layout, len(prompt)))
+    arena = zeros(scratch.stop * layout.block_bytes, np.uint8).reshape(scratch.stop, -1)
+    model.bind(arena, layout)
+    size, table = len(prompt), range(num_blocks)
+    tokens = [int(model.forward(StepBatch(prompt, range(size), [Span(0, size, size, table)], [size - 1])).argmax())]
+    kept = prune(model, layout, arena, prompt, table, share, scratch, packed)
+    while len(tokens) < count:
+        position = size + len(tokens) - 1
+        span = Span(0, 1, kept + len(tokens), packed)
+        tokens.append(int(model.forward(StepBatch(tokens[-1:], [position], [span], [0])).argmax()))
+    return tokens
+
+
+@pytest.mark.slow
+def test_pruned_prompts_move_in_fewer_blocks_and_go_on_at_their_positions(
+    apart: Any, cluster: Cluster, tiny_model: Path, make_ids: MakeIds, wait: Wait
+) -> None:
+    asks = asked(make_ids, "pruned", 6, 300)
+    model = load_model(tiny_model, "float32", way="lean")
+    expected = [pruned_answer(model, fields["prompt_token_ids"], 12, 0.5) for fields in asks]
+    whole = asked(make_ids, "whole", 1, 30)  # takes one block in any case
+    right = answers(cluster.zmq, asks)
+    with apart(**{"kv.prune": 0.5}) as both, Client(both.zmq) as client:
+        assert answers(both.zmq, asks) == [tuple(tokens) for tokens in expected] != right
+        wait(lambda: is_clean(client), LOST_S, lambda: f"{client.status()} {client.leaks()}")
+        first = moved(client)
+        assert (first["sequences"], first["pruned"]) == (len(asks), len(asks))
+        assert first["bytes"] <= sum(-(-len(fields["prompt_token_ids"]) // 64) for fields in asks) * 32 * 512
+        assert answers(both.zmq, asks) == [tuple(tokens) for tokens in expected]
+        assert answers(both.zmq, whole) == answers(cluster.zmq, whole)
+        wait(lambda: is_clean(client), LOST_S, lambda: f"{client.status()} {client.leaks()}")
+        second = moved(client)
+        assert (second["sequences"], second["pruned"]) == (2 * len(asks) + 1, 2 * len(asks))
+
+
+@pytest.mark.slow
+def test_pruned_and_compressed_kv_is_let_go_where_room_is_short_and_clients_leave(
+    apart: Any, make_ids: MakeIds, wait: Wait
+) -> None:
+    asks = [{**fields, "max_tokens": 200} for fields in asked(make_ids, "short", 12, 300)]
+    keys = {"kv.prune": 0.6, "kv.compression": "int8", "kv.memory": "1MiB", "model.max_model_len": 1024}
+
+    async def leave(address: str) -> list[tuple[int, ...] | str]:
+        async with AsyncClient(address) as client, asyncio.timeout(120):
+            asking = [asyncio.create_task(answer(client, fields)) for fields in asks]
+            for task in asking[::3]:
+                await asyncio.sleep(0.05)
+                task.cancel()
+            return list(await asyncio.gather(*(task for task in asking if task not in asking[::3])))
+
+    with apart(**keys) as both, Client(both.zmq) as client:
+        got = asyncio.run(leave(both.zmq))
+        assert all(len(tokens) == 200 for tokens in got), got
+        wait(lambda: is_clean(client), LOST_S, lambda: f"{client.status()} {client.leaks()}")
+        assert moved(client)["pruned"] > 0
+
+
+# ---- In a store --------
+
+
+@pytest.mark.slow
+def test_in_mode_kvstore_a_conversation_finds_what_was_decoded_on_the_other_node(
+    apart: Any, cluster: Cluster, make_ids: MakeIds, wait: Wait
+) -> None:
+    with apart(**{"cluster.mode": "kvstore"}) as both, Client(both.zmq) as client, Client(cluster.zmq) as one:
+        ids, num_before = make_ids("turn 0", 210), 0
+        for turn in range(1, 5):
+            fields = {"prompt_token_ids": ids, "max_tokens": 60, "ignore_eos": True}
+            answer = client.generate(**fields)
+            assert answer.token_ids == one.generate(**fields).token_ids
+            assert answer.path == "ucx"
+            assert answer.usage.cached_tokens >= 0.9 * num_before
+            wait(lambda: is_clean(client), LOST_S, lambda: f"{client.status()} {client.leaks()}")
+            num_before = len(ids) + 60
+            ids = [*ids, *answer.token_ids, *make_ids(f"turn {turn}", 210)]
+        asks = asked(make_ids, "kvstore", 8, 33)
+        assert answers(both.zmq, asks) == answers(cluster.zmq, asks)
+        wait(lambda: is_clean(client), LOST_S, lambda: f"{client.status()} {client.leaks()}")
 
 
 # ---- Machines of their own, and a slow wire --------

@@ -79,9 +79,9 @@ class Machines:
         self._opened = ExitStack()
         self._numbers = itertools.count()
 
-    def launch(self, index: int) -> Launched:
+    def launch(self, index: int, clock_ahead_s: int = 0) -> Launched:
         ready_file = self._folder / f"ready-{index}-{next(self._numbers)}.json"
-        running = self.hosts[index].launch(f"n{index}", self.arguments, ready_file)
+        running = self.hosts[index].launch(f"n{index}", self.arguments, ready_file, clock_ahead_s)
         self.launched[index] = self._opened.enter_context(running)
         return self.launched[index]
 

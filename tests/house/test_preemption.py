@@ -13,7 +13,7 @@ from pdactors import AsyncClient, BadRequest, Client, Cluster, PromptTooLong
 
 LONGEST = 832  # tokens, 26 blocks
 DEADLINE_S = 90.0
-MODES = ("disaggregated", "chunked", pytest.param("colocated", marks=pytest.mark.slow))
+MODES = ("disaggregated", "chunked", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("colocated", "kvstore")))
 
 MakeIds = Callable[[object, int], list[int]]
 Requests = list[dict[str, Any]]

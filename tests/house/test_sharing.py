@@ -21,9 +21,11 @@ MakeIds = Callable[[object, int], list[int]]
 Counted = Callable[[dict[str, Any], str], int]
 
 
-@pytest.fixture(scope="module")
-def two_decodes(start: Callable[..., AbstractContextManager[Cluster]]) -> Iterator[Cluster]:
-    with start(**{"node.0.decode": 2}) as cluster:
+@pytest.fixture(scope="module", params=["disaggregated", pytest.param("kvstore", marks=pytest.mark.slow)])
+def two_decodes(
+    request: pytest.FixtureRequest, start: Callable[..., AbstractContextManager[Cluster]]
+) -> Iterator[Cluster]:
+    with start(**{"cluster.mode": request.param, "node.0.decode": 2}) as cluster:
         yield cluster
 
 

@@ -24,10 +24,12 @@ def run(folder: Path, hidden: list[str], environment: dict[str, str]) -> None:
     assert (result.returncode, result.stdout) == (0, "done\n"), result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_kernels_need_no_amx(tmp_path: Path) -> None:
     run(tmp_path, ["amx"], {"PDACTORS_NO_AMX": "1"})
 
 
+@pytest.mark.slow
 def test_kernels_need_no_avx512(tmp_path: Path) -> None:
     if platform.machine() != "x86_64" or not binding.get_host_cpu_features().get("avx2"):
         pytest.skip("this CPU cannot run code for AVX2")

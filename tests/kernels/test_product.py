@@ -85,7 +85,7 @@ class Factors:
 
 
 def block() -> tuple[Any, int]:
-    return np.full(32 * 32 + 2 * GUARD, np.nan, np.float32), GUARD
+    return np.full(2 * product.BLOCK_FLOATS + 2 * GUARD, np.nan, np.float32), GUARD
 
 
 def is_untouched_outside(memory: Any) -> bool:
@@ -129,6 +129,14 @@ def gated(kind: Any, rows: Any, gate: Any, up: Any, threads: int = 1) -> Any:
     assert (wide[len(rows) :] == 7).all()
     assert (wide[:, inner:] == 7).all()
     return kind.numbers(wide[: len(rows), :inner])
+
+
+def test_rows_that_are_too_many_for_the_cache_are_taken_in_parts(kind: Any) -> None:
+    factors = Factors.random(kind, 350, 1536, 70, 1)
+    found = multiplied(factors)
+    assert (abs(found - factors.exact) <= factors.tolerance).all()
+    some = Factors(kind, factors.a[300:310], factors.w)
+    assert (multiplied(some) == found[300:310]).all()
 
 
 @some

@@ -261,3 +261,52 @@ def test_check_finds_a_lost_block() -> None:
     pool._free.popitem()
     with pytest.raises(InvariantError, match=r"in no state: \[0\]"):
         pool.check()
+
+
+def test_ceded_blocks_are_anothers_with_what_they_hold() -> None:
+    """I1: at no time have two pools a block."""
+    one, other = BlockPool(), BlockPool()
+    for block in range(4):
+        one.add_extent(range(block, block + 1))
+    blocks = one.allocate(3)
+    one.cede(blocks)
+    other.receive(blocks)
+    assert (one.account(), other.account()) == (Blocks(total=1, free=1), Blocks(total=3, used=3))
+    assert not any(one.owns(block) or not other.owns(block) for block in blocks)
+    other.insert(b"a", blocks[0], None)
+    other.free(blocks)
+    assert other.account() == Blocks(total=3, free=2, cached=1)
+    one.check()
+    other.check()
+
+
+@pytest.mark.parametrize("use", ["retain", "lease", "index", "free", "foreign"])
+def test_a_block_that_another_use_needs_is_not_ceded(use: str) -> None:
+    pool = BlockPool()
+    for block in range(2):
+        pool.add_extent(range(block, block + 1))
+    first, second = pool.allocate(2)
+    if use == "index":
+        pool.insert(b"a", second, None)
+    elif use == "foreign":
+        second = 7
+    else:
+        getattr(pool, use)([second])
+    before = pool.account()
+    with pytest.raises(InvariantError, match=rf"cede: blocks \[{second}\]"):
+        pool.cede([first, second])
+    assert pool.account() == before
+    pool.check()
+
+
+def test_extents_are_given_up_empty_ones_first_then_the_least_recently_used() -> None:
+    pool = BlockPool()
+    for block in range(4):
+        pool.add_extent(range(block, block + 1))
+    old, new = fill(pool, "a"), fill(pool, "x")
+    used = pool.allocate(1)
+    pool.free(new)
+    pool.free(old)
+    pool.free(pool.match(digests("x")))
+    (empty,) = set(range(4)) - {*old, *new, *used}
+    assert pool.removable_extents() == [range(b, b + 1) for b in (empty, *old, *new)]

@@ -180,6 +180,14 @@ def test_lent_blocks_that_are_cached_stay_cached_when_they_come_back(lender: Hou
 # ---- Revoking --------
 
 
+def test_one_lease_of_a_request_can_be_spared(lender: House, borrower: House) -> None:
+    old, new = lend(lender, 1), lend(lender, 1)
+    lender.loans.revoke(KEY, spared=new[0])
+    lender.loans.sweep(0.0)
+    assert lender.loans.sweep(2 * GRACE_S) == ended(*old)
+    assert borrower.loans.borrow(new[0], 0.0) == tuple(new[1])
+
+
 def test_revoking_a_request_ends_what_nobody_borrowed_and_nothing_else(lender: House, borrower: House) -> None:
     offered, held, other = (lend(lender, 1, key) for key in (KEY, KEY, OTHER_KEY))
     borrower.loans.borrow(held[0], 0.0)

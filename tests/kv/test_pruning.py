@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdactors.kv.layout import KVLayout
-from pdactors.kv.pruning import RECENT, SINKS, gather, num_kept, select
+from pdactors.kv.pruning import RECENT, SINKS, gather, num_kept, select, spread
 
 some = settings(max_examples=40, deadline=None)
 shares = st.floats(0.01, 1.0)
@@ -28,6 +28,15 @@ def test_sinks_and_recent_tokens_are_kept_and_of_the_rest_the_heaviest(tokens, s
         others = set(range(tokens)) - certain
         heavy = sorted(others, key=lambda token: -score[token])[: count - len(certain)]
         assert set(chosen) == certain | set(heavy)
+
+
+@some
+@given(tokens=st.integers(1, 40), reach=st.integers(0, 9), seed=st.integers(0, 2**32 - 1))
+def test_a_token_has_the_highest_score_of_its_neighbours(tokens, reach, seed):
+    scores = np.random.default_rng(seed).random((2, 3, tokens))
+    found = spread(scores, reach)
+    for i in range(tokens):
+        assert (found[..., i] == scores[..., max(0, i - reach) : i + reach + 1].max(-1)).all()
 
 
 def test_of_equal_scores_the_first_tokens_are_kept():

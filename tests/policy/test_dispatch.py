@@ -435,7 +435,7 @@ def test_a_cancel_of_the_unknown_is_counted():
 @pytest.mark.parametrize("stage", [*EARLY, "migrating", *STAGES])
 def test_only_the_drawn_arrows_can_be_taken(stage):
     arrows = {
-        "queued": {"pinning", "prefilling"},
+        "queued": {"held", "pinning", "prefilling"},
         "pinning": {"prefilling", "queued"},
         "prefilling": {"waiting", "queued"},
         "waiting": {"adopting", "migrating", "queued"},

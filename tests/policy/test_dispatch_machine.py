@@ -35,7 +35,8 @@ from pdactors.messages import (
     Segment,
     Stranded,
 )
-from pdactors.policy.dispatch import MAX_ATTEMPTS, PIN_TIMEOUT_S, Dispatcher, Limits
+from pdactors.policy.borrowing import PIN_TIMEOUT_S
+from pdactors.policy.dispatch import MAX_ATTEMPTS, Dispatcher, Limits
 from pdactors.token_ids import TokenIds
 
 ENGINES = {
@@ -317,11 +318,11 @@ class DispatcherMachine(RuleBasedStateMachine):
         request = self.dispatcher.requests.get(pin.request)
         is_current = request is not None and request.attempt == pin.attempt and request.stage == "pinning"
         if not is_current or request.pins.get(pin.start) != owner:
-            self.dropping(lambda: self.dispatcher.pinned(owner, message), owner)
+            self.dropping(lambda: self.dispatcher.pinned(owner, message, self.now), owner)
             return
         if segment is not None:
             self.lent.setdefault((pin.request, pin.attempt), []).append(segment)
-        self.obey(self.dispatcher.pinned(owner, message))
+        self.obey(self.dispatcher.pinned(owner, message, self.now))
         assert (request.stage == "pinning") == bool(request.pins)
 
     # ---- Whatever else arrives --------
@@ -352,7 +353,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             "migrated": self.arrival(sender, name, attempt),
             "stranded": Stranded(name, attempt, "late"),
         }[kind]
-        if kind in ("adopted", "pinned"):
+        if kind == "adopted":
             self.dropping(lambda: getattr(self.dispatcher, kind)(sender, message), sender)
             return
         self.dropping(lambda: getattr(self.dispatcher, kind)(sender, message, self.now), sender)
@@ -446,7 +447,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert NODE[to] == NODE[message.handle.owner]
         assert NODE[message.target] == NODE[request.decode]
         assert self.transport == "ucx" or to != message.target
-        assert message.digests == request.digests
+        assert message.digests == request.keys.full()
         self.moving[key] = to, message.target
         self.hold_between(message.handle.owner, message.target, message)
 

@@ -40,8 +40,8 @@ def join(dispatcher, name, room=1):
     return dispatcher.joined(member(name), Load(max_sequences=room), 0.0)
 
 
-def make(*names, transport="auto", overlaps=False):
-    dispatcher = Dispatcher(Limits(4, 64, 3, 100.0, b"key", "locality", 2, transport, overlaps, "ucx"))
+def make(*names, transport="auto", overlaps=False, prunes=False):
+    dispatcher = Dispatcher(Limits(4, 64, 3, 100.0, b"key", "locality", 2, transport, overlaps, "ucx", prunes))
     for name in names or ("p", "d", "m0", "m1"):
         assert join(dispatcher, name) == []
     return dispatcher
@@ -158,6 +158,34 @@ def test_a_migrator_that_is_lost_while_the_prompt_is_computed_costs_nothing_but_
     assert hand_over(dispatcher) == []
     assert told(dispatcher.migrator_ready(member(lost, 2), 2.0)) == [("m0", Migrate)]
     assert dispatcher.cancel(Cancel("r"), 3.0) == released("d", "m0", "m1", "p")
+
+
+# ---- Pruned on its way --------
+
+
+def test_where_kv_is_pruned_the_prefill_passes_it_on():
+    dispatcher = make(prunes=True)
+    generate(dispatcher)
+    digests = dispatcher.requests["r"].digests
+    assert hand_over(dispatcher) == [Order("p", Migrate("r", 1, handle("p"), "m1", digests))]
+    assert dispatcher.cancel(Cancel("r"), 2.0) == released("d", "m0", "m1", "p")
+
+
+def test_a_prefill_that_cannot_be_told_to_prune_costs_an_attempt():
+    dispatcher = to_migrating(prunes=True)
+    orders = dispatcher.undelivered("p", Migrate("r", 1, handle("p"), "m1"), 2.0)
+    assert orders == released("d", "m0", "m1", "p")
+    assert (dispatcher.requests["r"].attempt, dispatcher.requests["r"].stage) == (2, "queued")
+
+
+def test_what_stays_on_its_node_is_not_pruned():
+    dispatcher = Dispatcher(Limits(4, 64, 3, 100.0, b"key", data_transport="ucx", prunes=True))
+    join(dispatcher, "p")
+    near = Member("d", "decode", "n0", "r0", 100, 1, state="ready")
+    dispatcher.joined(near, Load(max_sequences=1), 0.0)
+    generate(dispatcher)
+    (order,) = hand_over(dispatcher)
+    assert (order.to, order.message.handle) == ("d", handle("p"))
 
 
 # ---- When it goes wrong --------

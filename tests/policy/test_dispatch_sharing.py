@@ -28,7 +28,8 @@ from pdactors.messages import (
     Sampling,
     Segment,
 )
-from pdactors.policy.dispatch import PIN_TIMEOUT_S, Dispatcher, Limits, Order
+from pdactors.policy.borrowing import PIN_TIMEOUT_S
+from pdactors.policy.dispatch import Dispatcher, Limits, Order
 from pdactors.token_ids import TokenIds
 
 GATEWAY, KEY = "gateway", b"key"
@@ -134,14 +135,14 @@ def test_a_part_is_lent_with_the_blocks_before_it():
     tail = part(3, 2)
     dispatcher = make("p", "d", d=(*DIGESTS[:2], tail, part(1, 2), part(3, 1)))
     assert generate(dispatcher) == [pin("d", 0, *DIGESTS[:2], tail)]
-    prefill = prefill_of(dispatcher.pinned("d", pinned("d", 0, 3)))
+    prefill = prefill_of(dispatcher.pinned("d", pinned("d", 0, 3), 0.0))
     assert (prefill.prefix, prefill.prefix_tokens) == ((segment("d", 0, 3),), 11)
 
 
 def test_a_part_is_lent_to_who_has_the_blocks_before_it():
     dispatcher = make("p", "d", d=(part(2, 1),), p=DIGESTS[:1])
     assert generate(dispatcher) == [pin("d", 1, part(2, 1))]
-    assert prefill_of(dispatcher.pinned("d", pinned("d", 1, 1))).prefix_tokens == 6
+    assert prefill_of(dispatcher.pinned("d", pinned("d", 1, 1), 0.0)).prefix_tokens == 6
 
 
 def test_nobody_is_asked_for_a_part_that_the_reader_has():
@@ -196,8 +197,8 @@ def test_a_lost_engine_takes_its_cache_with_it_and_its_successor_starts_without(
 def test_the_prefill_starts_when_all_have_answered_with_what_they_lend_in_order():
     dispatcher = make("p", "d", "d1", d=DIGESTS[:2], d1=DIGESTS[2:])
     generate(dispatcher)
-    assert dispatcher.pinned("d1", pinned("d1", 2, 2)) == []
-    message = prefill_of(dispatcher.pinned("d", pinned("d", 0, 2)))
+    assert dispatcher.pinned("d1", pinned("d1", 2, 2), 0.0) == []
+    message = prefill_of(dispatcher.pinned("d", pinned("d", 0, 2), 0.0))
     assert message.prefix == (segment("d", 0, 2), segment("d1", 2, 2))
     assert (message.request, message.attempt, tuple(message.prompt)) == ("r", 1, PROMPT)
     assert dispatcher.requests["r"].stage == "prefilling"
@@ -207,27 +208,27 @@ def test_the_prefill_starts_when_all_have_answered_with_what_they_lend_in_order(
 def test_a_shorter_answer_is_taken_as_it_is():
     dispatcher = make("p", "d", d=DIGESTS)
     generate(dispatcher)
-    assert prefill_of(dispatcher.pinned("d", pinned("d", 0, 1))).prefix == (segment("d", 0, 1),)
+    assert prefill_of(dispatcher.pinned("d", pinned("d", 0, 1), 0.0)).prefix == (segment("d", 0, 1),)
 
 
 def test_one_that_has_nothing_any_more_lends_nothing():
     dispatcher = make("p", "d", "d1", d=DIGESTS[:2], d1=DIGESTS[2:])
     generate(dispatcher)
-    assert dispatcher.pinned("d", pinned("d", 0, 0)) == []
-    assert prefill_of(dispatcher.pinned("d1", pinned("d1", 2, 2))).prefix == (segment("d1", 2, 2),)
+    assert dispatcher.pinned("d", pinned("d", 0, 0), 0.0) == []
+    assert prefill_of(dispatcher.pinned("d1", pinned("d1", 2, 2), 0.0)).prefix == (segment("d1", 2, 2),)
 
 
 def test_the_prefill_starts_when_nobody_lends_anything():
     dispatcher = make("p", "d", d=DIGESTS)
     generate(dispatcher)
-    assert prefill_of(dispatcher.pinned("d", pinned("d", 0, 0))).prefix == ()
+    assert prefill_of(dispatcher.pinned("d", pinned("d", 0, 0), 0.0)).prefix == ()
 
 
 @pytest.mark.parametrize(("sender", "start"), [("d1", 0), ("d", 1), ("p", 0)])
 def test_an_answer_to_what_the_sender_was_not_asked_is_dropped(sender, start):
     dispatcher = make("p", "d", "d1", d=DIGESTS[:2], d1=DIGESTS[2:])
     generate(dispatcher)
-    assert dispatcher.pinned(sender, pinned(sender, start, 1)) == []
+    assert dispatcher.pinned(sender, pinned(sender, start, 1), 0.0) == []
     assert dispatcher.dropped == {"Pinned": 1}
     assert dispatcher.requests["r"].pins == {0: "d", 2: "d1"}
     assert dispatcher.requests["r"].prefix == []
@@ -237,9 +238,9 @@ def test_a_duplicate_answer_is_dropped_while_others_are_waited_for_and_after():
     dispatcher = make("p", "d", "d1", d=DIGESTS[:2], d1=DIGESTS[2:])
     generate(dispatcher)
     for _ in range(2):
-        assert dispatcher.pinned("d", pinned("d", 0, 2)) == []
-    assert len(prefill_of(dispatcher.pinned("d1", pinned("d1", 2, 2))).prefix) == 2
-    assert dispatcher.pinned("d1", pinned("d1", 2, 2)) == []
+        assert dispatcher.pinned("d", pinned("d", 0, 2), 0.0) == []
+    assert len(prefill_of(dispatcher.pinned("d1", pinned("d1", 2, 2), 0.0)).prefix) == 2
+    assert dispatcher.pinned("d1", pinned("d1", 2, 2), 0.0) == []
     assert dispatcher.dropped == {"Pinned": 2}
 
 
@@ -247,7 +248,7 @@ def test_an_answer_for_a_request_that_is_gone_is_released():
     dispatcher = make("p", "d", d=DIGESTS)
     generate(dispatcher)
     dispatcher.cancel(Cancel("r"), 0.0)
-    assert dispatcher.pinned("d", pinned("d", 0, 4)) == released("d")
+    assert dispatcher.pinned("d", pinned("d", 0, 4), 0.0) == released("d")
     assert dispatcher.dropped == {"Pinned": 1}
 
 
@@ -255,9 +256,9 @@ def test_an_answer_for_an_old_attempt_is_released():
     dispatcher = make("p", "p1", "d", d=DIGESTS)
     generate(dispatcher)
     dispatcher.lost("p", 0.0)
-    assert dispatcher.pinned("d", pinned("d", 0, 4)) == released("d")
+    assert dispatcher.pinned("d", pinned("d", 0, 4), 0.0) == released("d")
     assert dispatcher.requests["r"].pins == {0: "d"}
-    assert prefill_of(dispatcher.pinned("d", pinned("d", 0, 4, attempt=2)), "p1").attempt == 2
+    assert prefill_of(dispatcher.pinned("d", pinned("d", 0, 4, attempt=2), 0.0), "p1").attempt == 2
 
 
 # ---- Time --------
@@ -266,7 +267,7 @@ def test_an_answer_for_an_old_attempt_is_released():
 def test_an_owner_that_does_not_answer_is_waited_for_only_so_long():
     dispatcher = make("p", "d", "d1", d=DIGESTS[:2], d1=DIGESTS[2:])
     generate(dispatcher, now=5.0)
-    dispatcher.pinned("d", pinned("d", 0, 2))
+    dispatcher.pinned("d", pinned("d", 0, 2), 0.0)
     assert dispatcher.tick(5.0 + PIN_TIMEOUT_S) == []
     assert prefill_of(dispatcher.tick(5.01 + PIN_TIMEOUT_S)).prefix == (segment("d", 0, 2),)
     dispatcher.check()
@@ -277,7 +278,7 @@ def test_an_answer_that_comes_too_late_is_dropped_and_its_owner_released_at_the_
     dispatcher = make("p", "d", d=DIGESTS)
     generate(dispatcher)
     dispatcher.tick(1.0 + PIN_TIMEOUT_S)
-    assert dispatcher.pinned("d", pinned("d", 0, 4)) == []
+    assert dispatcher.pinned("d", pinned("d", 0, 4), 0.0) == []
     assert dispatcher.dropped == {"Pinned": 1}
     assert dispatcher.requests["r"].prefix == []
     assert dispatcher.finished("p", Finished("r", 1, 1), 3.0) == released("d", "p")
@@ -301,7 +302,7 @@ def test_everyone_who_was_asked_is_released_when_the_request_ends(answers, how):
     dispatcher = make("p", "d", "d1", d=DIGESTS[:2], d1=DIGESTS[2:])
     generate(dispatcher)
     for owner in answers:
-        dispatcher.pinned(owner, pinned(owner, {"d": 0, "d1": 2}[owner], 2))
+        dispatcher.pinned(owner, pinned(owner, {"d": 0, "d1": 2}[owner], 2), 0.0)
     orders = dispatcher.cancel(Cancel("r"), 0.0) if how == "cancel" else dispatcher.lost(GATEWAY, 0.0)
     assert orders == released("d", "d1", "p")
     assert not dispatcher.requests
@@ -311,7 +312,7 @@ def test_everyone_who_was_asked_is_released_when_the_request_ends(answers, how):
 def test_lenders_are_released_when_the_answer_is_complete():
     dispatcher = make("p", "d", "d1", d1=DIGESTS)
     generate(dispatcher)
-    dispatcher.pinned("d1", pinned("d1", 0, 4))
+    dispatcher.pinned("d1", pinned("d1", 0, 4), 0.0)
     to_decoding(dispatcher)
     assert dispatcher.finished("d", Finished("r", 1, 8), 2.0) == released("d", "d1", "p")
 
@@ -319,18 +320,21 @@ def test_lenders_are_released_when_the_answer_is_complete():
 def test_the_prefill_starts_without_an_owner_that_is_lost():
     dispatcher = make("p", "d", "d1", d=(DIGESTS[0], DIGESTS[2]), d1=(DIGESTS[1], DIGESTS[3]))
     generate(dispatcher)
-    dispatcher.pinned("d1", pinned("d1", 1, 1))
+    dispatcher.pinned("d1", pinned("d1", 1, 1), 0.0)
     assert dispatcher.lost("d", 0.0) == []  # d1 was asked twice
     assert dispatcher.requests["r"].pins == {3: "d1"}
     dispatcher.check()
-    assert prefill_of(dispatcher.pinned("d1", pinned("d1", 3, 1))).prefix == (segment("d1", 1, 1), segment("d1", 3, 1))
+    assert prefill_of(dispatcher.pinned("d1", pinned("d1", 3, 1), 0.0)).prefix == (
+        segment("d1", 1, 1),
+        segment("d1", 3, 1),
+    )
     assert dispatcher.cancel(Cancel("r"), 0.0) == released("d1", "p")
 
 
 def test_the_loss_of_the_last_one_that_has_not_answered_starts_the_prefill():
     dispatcher = make("p", "d", "d1", d=DIGESTS[:2], d1=DIGESTS[2:])
     generate(dispatcher)
-    dispatcher.pinned("d", pinned("d", 0, 2))
+    dispatcher.pinned("d", pinned("d", 0, 2), 0.0)
     assert prefill_of(dispatcher.lost("d1", 0.0)).prefix == (segment("d", 0, 2),)
     dispatcher.check()
 
@@ -338,8 +342,8 @@ def test_the_loss_of_the_last_one_that_has_not_answered_starts_the_prefill():
 def test_the_loss_of_a_lender_after_the_start_changes_nothing():
     dispatcher = make("p", "d", "d1", d=DIGESTS[:2], d1=DIGESTS[2:])
     generate(dispatcher)
-    dispatcher.pinned("d", pinned("d", 0, 2))
-    dispatcher.pinned("d1", pinned("d1", 2, 2))
+    dispatcher.pinned("d", pinned("d", 0, 2), 0.0)
+    dispatcher.pinned("d1", pinned("d1", 2, 2), 0.0)
     assert dispatcher.lost("d1", 0.0) == []
     assert (dispatcher.requests["r"].stage, dispatcher.requests["r"].attempt) == ("prefilling", 1)
 
@@ -356,7 +360,7 @@ def test_a_prefill_lost_while_owners_are_asked_frees_them_and_asks_anew():
 def test_what_was_lent_in_a_lost_attempt_is_not_used_in_the_next():
     dispatcher = make("p", "d", d=DIGESTS)
     generate(dispatcher)
-    dispatcher.pinned("d", pinned("d", 0, 4))
+    dispatcher.pinned("d", pinned("d", 0, 4), 0.0)
     assert dispatcher.lost("p", 0.0) == released("d")
     dispatcher.cache_changed("d", CacheChanged(evicted=DIGESTS))
     message = prefill_of(dispatcher.joined(member("p", incarnation=2), load(), 1.0))
@@ -420,7 +424,7 @@ def test_an_engine_is_charged_for_what_it_has_to_compute_only():
     dispatcher = make("p", "p1", "d", d=DIGESTS)
     generate(dispatcher)
     assert dispatcher.requests.assigned["p"].num_tokens == 1
-    dispatcher.pinned("d", pinned("d", 0, 4))
+    dispatcher.pinned("d", pinned("d", 0, 4), 0.0)
     assert dispatcher.requests.assigned["p"].num_tokens == 1
     dispatcher.lost("p", 0.0)
     dispatcher.lost("d", 0.0)
@@ -448,7 +452,7 @@ def test_a_worker_borrows_from_one_that_is_full():
     dispatcher = make("w", "w1", w1=DIGESTS)
     dispatcher.joined(member("w1"), load(room=0), 0.0)
     assert generate(dispatcher) == [pin("w1", 0, *DIGESTS)]
-    assert prefill_of(dispatcher.pinned("w1", pinned("w1", 0, 4)), "w").prefix == (segment("w1", 0, 4),)
+    assert prefill_of(dispatcher.pinned("w1", pinned("w1", 0, 4), 0.0), "w").prefix == (segment("w1", 0, 4),)
     assert dispatcher.finished("w", Finished("r", 1, 8), 1.0) == released("w", "w1")
 
 
@@ -538,7 +542,7 @@ def test_an_engine_is_idle_when_no_request_needs_it():
     generate(dispatcher)
     busy = {"p", "d1"}
     assert {name for name in dispatcher.fleet.engines if not dispatcher.is_idle(name)} == busy
-    dispatcher.pinned("d1", pinned("d1", 0, 4))
+    dispatcher.pinned("d1", pinned("d1", 0, 4), 0.0)
     assert not dispatcher.is_idle("d1"), "it lends"
     to_decoding(dispatcher)
     assert {name for name in dispatcher.fleet.engines if not dispatcher.is_idle(name)} == {"p", "d", "d1"}

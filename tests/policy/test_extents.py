@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdactors.policy.extents import grant, guaranteed, reachable, recall
+from pdactors.policy.extents import grant, guaranteed, reachable, recall, shortage
 
 
 @pytest.mark.parametrize(
@@ -141,3 +141,12 @@ def test_an_engine_gets_its_minimum_as_soon_as_the_rich_give_back(engines, num_e
     for slot in node.owned:
         node.give_back(slot, num_extents)
     assert node.owned[poorest] >= node.minimum
+
+
+@given(nodes(), st.data())
+def test_once_the_shortage_is_free_the_wish_is_granted(node, data):
+    owned, free, minimum = node
+    slot, wanted = data.draw(st.sampled_from(sorted(owned))), data.draw(st.integers(1, 50))
+    short = shortage(wanted, slot, owned, free, minimum)
+    assert grant(wanted, slot, owned, free + short, minimum) == wanted
+    assert not short or grant(wanted, slot, owned, free + short - 1, minimum) < wanted

@@ -1,4 +1,6 @@
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -162,3 +164,25 @@ def test_the_default_model_is_encoded_as_transformers_encodes_it():
     text = "Once  upon\n 1234 times <|im_end|> é"
     assert ours.encode(text) == theirs(text)["input_ids"]
     assert ours.vocab_size == 49152
+
+
+def test_a_long_text_does_not_keep_other_threads_from_running(make_tokenizer) -> None:
+    """The gateway's loop goes on, and with it every stream, while a thread tokenises."""
+    ticks = 0
+    is_over = threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not is_over.wait(0.001):
+            ticks += 1
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    while not ticks:
+        time.sleep(0.001)
+    before = ticks
+    make_tokenizer("byte level").encode("the cat sat " * 50_000)
+    during = ticks - before
+    is_over.set()
+    ticking.join()
+    assert during >= 3

@@ -1,4 +1,4 @@
-"""The API's endpoints: completions, chat completions, models, health, metrics."""
+"""The API's endpoints: completions, chat completions, models, health, metrics; the pages are in `pages.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from starlette.types import Receive, Scope, Send
 
 from pdactors.actors.http.exchange import Exchange
 from pdactors.actors.http.objects import AnswerWriter, HttpError, error_of
+from pdactors.actors.http.pages import Pages
 from pdactors.actors.http.scrape import Scraper
+from pdactors.actors.lobby import Lobby
 from pdactors.client_messages import DoneEvent, ErrorEvent, TokenEvent
 from pdactors.errors import Overloaded, PDError, WorkerLost
 from pdactors.observe.metrics import CONTENT_TYPE
@@ -42,6 +44,7 @@ class Api:
         self._created = int(time.time())
         self._num_answers = 0  # under way
         self._scraper = Scraper(gateway)
+        self._bodies: Lobby[_Incoming] = Lobby()
         self.app = Starlette(
             routes=[
                 *(Route(path, self._complete, methods=["POST"]) for path in KINDS),
@@ -49,6 +52,7 @@ class Api:
                 Route("/v1/models/{model:path}", self._model, methods=["GET"]),
                 Route("/health", self._health, methods=["GET"]),
                 Route("/metrics", self._metrics, methods=["GET"]),
+                *Pages(gateway, self._scraper).routes,
             ],
             exception_handlers={
                 HTTPException: self._no_such,
@@ -63,7 +67,7 @@ class Api:
 
     async def _complete(self, request: Request) -> _Answering:
         kind = KINDS[request.url.path]
-        body = read_body(kind, await _content(request))
+        body = read_body(kind, await _Incoming(self._bodies).read(request))
         self._check_model(body.model)
         if not self._gateway.has_router:
             raise WorkerLost("the router is not there; try again in a moment", retry_after_s=1.0)
@@ -229,23 +233,43 @@ def _json(content: object) -> Response:
     return Response(msgspec.json.encode(content), media_type=JSON)
 
 
-async def _content(request: Request) -> bytes:
-    """Read the body; raises HttpError if it is too long, comes too slowly or is not declared as JSON."""
-    declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if declared != JSON:
-        raise HttpError(
-            415, f"content-type: must be {JSON}, not {declared or 'missing'}", code="unsupported_media_type"
-        )
-    content = bytearray()
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for piece in request.stream():
-                content += piece
-                if len(content) > MAX_BODY_BYTES:
-                    limit = f"the body is longer than {MAX_BODY_BYTES} bytes"
-                    raise HttpError(413, limit, code="request_too_large")
-    except TimeoutError:
-        raise HttpError(408, f"the body did not come within {BODY_S:.0f} s", code="request_timeout") from None
-    except ClientDisconnect:
-        raise HttpError(400, "the client left", code="bad_request") from None
-    return bytes(content)
+class _Incoming:
+    """A body on its way. What all of them hold together is bounded; too much costs the oldest."""
+
+    def __init__(self, bodies: Lobby[_Incoming]) -> None:
+        self._bodies = bodies
+        self._content = bytearray()
+        self._task = asyncio.current_task()
+        self._is_cut = False
+
+    def cut(self, _why: str) -> None:
+        """Give up waiting for the rest."""
+        assert self._task is not None
+        self._is_cut = self._task.cancel()
+
+    async def read(self, request: Request) -> bytes:
+        """Read the body; raises HttpError if it is too long, comes too slowly or is not declared as JSON."""
+        declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if declared != JSON:
+            raise HttpError(
+                415, f"content-type: must be {JSON}, not {declared[:100] or 'missing'}", code="unsupported_media_type"
+            )
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for piece in request.stream():
+                    self._content += piece
+                    if len(self._content) > MAX_BODY_BYTES:
+                        limit = f"the body is longer than {MAX_BODY_BYTES} bytes"
+                        raise HttpError(413, limit, code="request_too_large")
+                    self._bodies.hold(self, len(self._content))
+        except TimeoutError:
+            raise HttpError(408, f"the body did not come within {BODY_S:.0f} s", code="request_timeout") from None
+        except ClientDisconnect:
+            raise HttpError(400, "the client left", code="bad_request") from None
+        except asyncio.CancelledError:
+            if not self._is_cut or self._task is None or self._task.uncancel():
+                raise
+            raise Overloaded("too many requests are unfinished", retry_after_s=1.0) from None
+        finally:
+            self._bodies.leave(self)
+        return bytes(self._content)

@@ -9,8 +9,8 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pdactors.actors.http.objects import HttpError
+from pdactors.actors.lobby import connections_allowed
 
-MAX_CONNECTIONS = 2048
 HEADERS_S = 20.0  # from a request's first byte to its last header
 UNREAD_S = 20.0  # how long what we wrote may wait for a client that does not read
 
@@ -22,12 +22,13 @@ class Connection(H11Protocol):
         super().__init__(*arguments, **options)
         self._asking_since: float | None = None
         self._unread_since: float | None = None
+        self._idle_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._asking_since = self.loop.time()
-        if len(self.connections) > MAX_CONNECTIONS:
-            transport.abort()
+        self._asking_since = self._idle_since = self.loop.time()
+        if len(self.connections) > connections_allowed():
+            self._make_room()
 
     def data_received(self, data: bytes) -> None:
         if self._asking_since is None and not self._is_answering:
@@ -40,6 +41,7 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         self._asking_since = None
+        self._idle_since = self.loop.time()
         super().on_response_complete()
 
     def mind(self, now: float) -> str:
@@ -58,6 +60,11 @@ class Connection(H11Protocol):
             return ""
         self.transport.abort()
         return why
+
+    def _make_room(self) -> None:
+        """End the connection that has been without a complete request for longest; ours if all others have one."""
+        idle = [other for other in self.connections if isinstance(other, Connection) and not other._is_answering]
+        min(idle, key=lambda other: other._idle_since).transport.abort()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP, or has too many headers, in the API's own form."""

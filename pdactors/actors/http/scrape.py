@@ -1,4 +1,4 @@
-"""`Scraper`: what `/metrics` answers, from our own counts and fresh reports of every actor."""
+"""`Scraper`: what `/metrics` answers, from our own counts and fresh reports of every actor, which pages show, too."""
 
 from __future__ import annotations
 
@@ -26,13 +26,17 @@ class Scraper:
         """Return the figures of the cluster; without the router there are our own."""
         metrics = self._gateway.metrics
         assert metrics is not None
-        survey: Surveyed | None = None
-        if self._gateway.has_router:
-            if self._asking is None:
-                self._asking = self._gateway.spawn(self._ask())
-            survey = await asyncio.shield(self._asking)
+        survey = await self.survey()
         reports, silent = (survey.reports, survey.silent) if survey else ((), (ROUTER,))
         return await asyncio.to_thread(metrics.expose, reports, silent)  # some milliseconds
+
+    async def survey(self) -> Surveyed | None:
+        """Return fresh reports; None where the router is not there."""
+        if not self._gateway.has_router:
+            return None
+        if self._asking is None:
+            self._asking = self._gateway.spawn(self._ask())
+        return await asyncio.shield(self._asking)
 
     async def _ask(self) -> Surveyed | None:
         try:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pdactors.actors.http.api import Api, answer
 from pdactors.actors.http.connection import Connection
 from pdactors.actors.http.objects import HttpError
+from pdactors.actors.http.pages import is_page
 from pdactors.errors import Unauthorized
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 MAX_HEADER_BYTES = 32 << 10
 IDLE_S = 60  # how long a connection without a request stays open
 LAST_WORDS_S = 0.15  # for answers that the end of the run cuts short
-OPEN_PATHS = {"/health"}  # that need no token
+OPEN_PATHS = {"/health"}  # that need no token, and neither do pages
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -106,7 +107,8 @@ class _Front:
                 MutableHeaders(scope=message)["x-request-id"] = id
             await send(message)
 
-        if self._token and scope["path"] not in OPEN_PATHS and not self._is_known(headers.get("authorization", "")):
+        is_open = scope["path"] in OPEN_PATHS or is_page(scope["path"])
+        if self._token and not is_open and not self._is_known(headers.get("authorization", "")):
             refused = HttpError.of(Unauthorized("missing or wrong token: send Authorization: Bearer TOKEN"))
             await answer(refused)(scope, receive, send_with_id)
         else:
