@@ -88,7 +88,7 @@ class Dispatcher:
         """KV can be moved to and from that node."""
         if self.fleet.migrators.get(member.node) == member:
             return []
-        self.fleet.migrators[member.node] = member
+        self.fleet.migrator_ready(member)
         return self._advance(now)
 
     def cache_changed(self, sender: str, message: CacheChanged) -> None:

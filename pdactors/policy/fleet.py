@@ -44,6 +44,7 @@ class FleetState:
     def __init__(self, transport: str, data_transport: str) -> None:
         self.engines: dict[str, Engine] = {}
         self.migrators: dict[str, Member] = {}  # by node, those that are ready
+        self._nodes: dict[str, str] = {}  # of those, by name
         self.index = PrefixIndex()
         self.standings = Standings()
         self._stale: set[str] = set()  # engines that the standings have to hear of
@@ -60,6 +61,11 @@ class FleetState:
         if former is None or (former.member, former.load.max_blocks) != (member, load.max_blocks):
             self._forget_fleet()
 
+    def migrator_ready(self, member: Member) -> None:
+        """KV can be moved to and from a node."""
+        self.migrators[member.node] = member
+        self._nodes[member.name] = member.node
+
     def lost(self, name: str) -> None:
         """Forget an engine or a migrator."""
         self.silent(name)
@@ -72,11 +78,12 @@ class FleetState:
         if name in self.engines:
             self.engines[name].is_silent = True
             self._stale.add(name)
-        self.migrators = {node: member for node, member in self.migrators.items() if member.name != name}
+        if (node := self._nodes.pop(name, None)) is not None:
+            del self.migrators[node]
 
     def knows(self, name: str) -> bool:
         """Whether that is an engine, or a migrator that is ready."""
-        return name in self.engines or any(member.name == name for member in self.migrators.values())
+        return name in self.engines or name in self._nodes
 
     def views(self, assigned: Mapping[str, Assigned], *roles: str) -> list[EngineView]:
         """Describe the engines of these roles that take work, by what they were assigned."""
@@ -106,8 +113,7 @@ class FleetState:
         """Return the nodes where something of a prompt's beginning is known."""
         digests = (*keys.digests[:1], *(part.digest for part in keys.parts(0)))
         names = {name for digest in digests for name in self.index.owners(digest)}
-        movers = {node for node, member in self.migrators.items() if member.name in names} if names else set()
-        return movers | self.nodes_of(names)
+        return {self._nodes[name] for name in names if name in self._nodes} | self.nodes_of(names)
 
     def nodes_of(self, engines: Collection[str]) -> set[str]:
         """Return the nodes of those engines that are there."""
@@ -177,11 +183,12 @@ class FleetState:
         """Return where an engine, or a migrator that is ready, is; None if it is not there."""
         if name in self.engines:
             return self.engines[name].place
-        return next((Place(m.node, m.rack) for m in self.migrators.values() if m.name == name), None)
+        migrator = self.migrators.get(self._nodes.get(name, ""))
+        return Place(migrator.node, migrator.rack) if migrator is not None else None
 
     def node_of(self, migrator: str) -> str:
         """Return the node of a migrator, "" if it is not there."""
-        return next((node for node, member in self.migrators.items() if member.name == migrator), "")
+        return self._nodes.get(migrator, "")
 
     def sequence_sizes(self, block_tokens: int) -> list[int]:
         """Return how many tokens each engine that carries sequences to their end could hold of one."""

@@ -49,15 +49,22 @@ class _Field:
 
     def put(self, view: EngineView) -> None:
         self.views[view.name] = view
+        entry = view.num_requests, view.name
         for scope in _scopes(view.place):
-            self._members[scope][view.name] = (view.num_requests, view.name)
-            self._best.pop(scope, None)
+            self._members[scope][view.name] = entry
+            if scope in self._best:
+                best = self._best[scope]
+                if best is None or entry < best:
+                    self._best[scope] = entry
+                elif best[1] == view.name:
+                    del self._best[scope]
 
     def drop(self, name: str) -> None:
         view = self.views.pop(name, None)
         for scope in _scopes(view.place) if view is not None else ():
             del self._members[scope][name]
-            self._best.pop(scope, None)
+            if (best := self._best.get(scope)) is not None and best[1] == name:
+                del self._best[scope]
 
     def best(self, scope: _Scope) -> tuple[int, str] | None:
         """Return the requests and the name of the best within a scope."""
@@ -143,17 +150,18 @@ class Standings:
         key = max(MIN_SLACK, crowd.view.max_requests // 4), crowd.view.num_requests
         self._crowds[name] = crowd
         self._leaning[crowd.scope].add(name)
-        self._levels.setdefault(key, {})[name] = _Rank(
-            view.pending_tokens, distance, crowd.view.num_requests, view.num_requests, name
-        )
-        self._bests.pop(key, None)
+        rank = _Rank(view.pending_tokens, distance, crowd.view.num_requests, view.num_requests, name)
+        self._levels.setdefault(key, {})[name] = rank
+        if key in self._bests and rank < self._bests[key]:
+            self._bests[key] = rank
 
     def _unrank(self, name: str) -> None:
         crowd = self._crowds.pop(name)
         self._leaning[crowd.scope].discard(name)
         key = max(MIN_SLACK, crowd.view.max_requests // 4), crowd.view.num_requests
         del self._levels[key][name]
-        self._bests.pop(key, None)
+        if key in self._bests and self._bests[key].name == name:
+            del self._bests[key]
         if not self._levels[key]:
             del self._levels[key]
 
@@ -170,10 +178,12 @@ class Standings:
         scopes = _scopes(known.place)
         before = [self._standing(scope) for scope in scopes]
         was_open = self._open.best(()) is not None
+        stays = self._open if view is not None and view.has_capacity else self._full
         for field in (self._open, self._full):
-            field.drop(name)
+            if view is None or field is not stays:
+                field.drop(name)
         if view is not None:
-            (self._open if view.has_capacity else self._full).put(view)
+            stays.put(view)
         if (self._open.best(()) is not None) != was_open or not was_open:
             stale = set(self._firsts)
         else:
