@@ -23,9 +23,10 @@ class Chooser:
 
     def prefill(self, request: Request) -> tuple[str, int] | None:
         """Return who computes a prompt, and how many of its tokens are not computed there; None if all are full."""
+        firsts, decodes = self._candidates(request)
         views = [
             replace(view, num_owned=self._fleet.index.num_known(request.digests, {view.name}))
-            for view in map(self._with_stored, self._views(*FIRST_ROLES))
+            for view in firsts
             if view.has_capacity
         ]
         cached = {view.name: self._num_readable(request, view.name) for view in views}
@@ -33,7 +34,7 @@ class Chooser:
             views,
             request.num_tokens,
             cached=cached,
-            decodes=self._views("decode"),
+            decodes=decodes,
             can_migrate=self._limits.can_migrate,
         )
         return None if target is None else (target, cached[target])
@@ -57,7 +58,8 @@ class Chooser:
 
     def decode(self, request: Request, source: Place, planned: str = "") -> DecodeDecision | None:
         """Choose a decode engine, the one that was planned if it still has room: part of the KV is there."""
-        views = [replace(view, num_owned=request.num_owned(view.name)) for view in self._views("decode")]
+        views = self._decodes(request, source, planned)
+        views = [replace(view, num_owned=request.num_owned(view.name)) for view in views]
         views = [view for view in views if view.name == planned and view.has_capacity] or views
         self._turn += 1
         return schedule_decode(
@@ -81,6 +83,29 @@ class Chooser:
             if holder is not None and not request.is_copied and size < holder.load.blocks.free:
                 return request
         return None
+
+    def _candidates(self, request: Request) -> tuple[list[EngineView], list[EngineView]]:
+        """Return engines of which one is the best for a prompt, and the decode engines that they are judged by.
+
+        A few, where KV goes anywhere and to no store; otherwise all.
+        """
+        decodes = [] if self._limits.can_migrate else self._views("decode")
+        if decodes or self._limits.has_store:
+            firsts = [self._with_stored(view) for view in self._views(*FIRST_ROLES)]
+            return firsts, decodes or self._views("decode")
+        standings = self._fleet.refresh(self._requests.assigned, self._requests.touched)
+        engines = self._requests.beginning(request)
+        firsts = standings.firsts(self._fleet.nodes_with(request.keys) | self._fleet.nodes_of(engines))
+        return firsts, standings.crowds(firsts)
+
+    def _decodes(self, request: Request, source: Place, planned: str) -> list[EngineView]:
+        """Return decode engines of which one is the best for KV at a place; all where some cannot be reached."""
+        if self._limits.policy != "round_robin":
+            standings = self._fleet.refresh(self._requests.assigned, self._requests.touched)
+            views = standings.decodes(source, (planned, *request.owners))
+            if all(self._fleet.needs_migration(source, view.place) is not None for view in views):
+                return views
+        return self._views("decode")
 
     def _num_readable(self, request: Request, name: str) -> int:
         """Return how many tokens of a prompt an engine can read, or will be able to once those before are computed."""

@@ -34,7 +34,7 @@ from pdactors.policy import tasks
 from pdactors.policy.admission import Limits, Pace, refusal
 from pdactors.policy.borrowing import Borrowing
 from pdactors.policy.chooser import Chooser
-from pdactors.policy.fleet import Engine, FleetState
+from pdactors.policy.fleet import FleetState
 from pdactors.policy.prefix_keys import PrefixKeys
 from pdactors.policy.requests import Request, RequestTable, Stage
 from pdactors.policy.retries import ASK_AGAIN_S, MAX_ATTEMPTS, backoff_s
@@ -60,7 +60,7 @@ class Dispatcher:
 
     def joined(self, member: Member, load: Load, now: float) -> list[Order]:
         """Take note of an engine's state or load, and use the room that it offers."""
-        self.fleet.engines[member.name] = Engine(member, load)
+        self.fleet.joined(member, load)
         return self._advance(now) + self._relieve(member.name)
 
     def lost(self, name: str, now: float) -> list[Order]:
@@ -83,7 +83,7 @@ class Dispatcher:
         """KV can be moved to and from that node."""
         if self.fleet.migrators.get(member.node) == member:
             return []
-        self.fleet.migrators[member.node] = member
+        self.fleet.migrator_ready(member)
         return self._advance(now)
 
     def cache_changed(self, sender: str, message: CacheChanged) -> None:

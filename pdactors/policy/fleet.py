@@ -12,6 +12,7 @@ from pdactors.policy.placement import EngineView, Place
 from pdactors.policy.prefix_index import PrefixIndex, Share
 from pdactors.policy.prefix_keys import PrefixKeys
 from pdactors.policy.requests import Assigned
+from pdactors.policy.standings import Standings
 from pdactors.policy.transfer import Way, choose_way
 
 
@@ -43,45 +44,96 @@ class FleetState:
     def __init__(self, transport: str, data_transport: str) -> None:
         self.engines: dict[str, Engine] = {}
         self.migrators: dict[str, Member] = {}  # by node, those that are ready
+        self._nodes: dict[str, str] = {}  # of those, by name
         self.index = PrefixIndex()
+        self.standings = Standings()
+        self._stale: set[str] = set()  # engines that the standings have to hear of
+        self._sizes: list[int] | None = None
+        self._neighbours: dict[Place, set[str]] = {}
         self._transport = transport
         self._data_transport = data_transport
+
+    def joined(self, member: Member, load: Load) -> None:
+        """Take note of an engine's state or load."""
+        former = self.engines.get(member.name)
+        self.engines[member.name] = Engine(member, load)
+        self._stale.add(member.name)
+        if former is None or (former.member, former.load.max_blocks) != (member, load.max_blocks):
+            self._forget_fleet()
+
+    def migrator_ready(self, member: Member) -> None:
+        """KV can be moved to and from a node."""
+        self.migrators[member.node] = member
+        self._nodes[member.name] = member.node
 
     def lost(self, name: str) -> None:
         """Forget an engine or a migrator."""
         self.silent(name)
         self.engines.pop(name, None)
+        self._forget_fleet()
         self.index.forget(name)
 
     def silent(self, name: str) -> None:
         """Have an engine or a migrator do nothing until it is heard again."""
         if name in self.engines:
             self.engines[name].is_silent = True
-        self.migrators = {node: member for node, member in self.migrators.items() if member.name != name}
+            self._stale.add(name)
+        if (node := self._nodes.pop(name, None)) is not None:
+            del self.migrators[node]
 
     def knows(self, name: str) -> bool:
         """Whether that is an engine, or a migrator that is ready."""
-        return name in self.engines or any(member.name == name for member in self.migrators.values())
+        return name in self.engines or name in self._nodes
 
     def views(self, assigned: Mapping[str, Assigned], *roles: str) -> list[EngineView]:
         """Describe the engines of these roles that take work, by what they were assigned."""
-        views = []
-        for name, engine in self.engines.items():
-            if engine.member.role in roles and engine.member.state == "ready" and not engine.is_silent:
-                given = assigned.get(name, _NOTHING)
-                room = engine.load.max_sequences
-                views.append(EngineView(name, engine.place, given.num_requests, room, given.num_tokens))
-        return views
+        found = (self._view(name, assigned) for name, e in self.engines.items() if e.member.role in roles)
+        return [view for view in found if view is not None]
+
+    def _view(self, name: str, assigned: Mapping[str, Assigned]) -> EngineView | None:
+        engine = self.engines.get(name)
+        if engine is None or engine.member.state != "ready" or engine.is_silent:
+            return None
+        given = assigned.get(name, _NOTHING)
+        return EngineView(name, engine.place, given.num_requests, engine.load.max_sequences, given.num_tokens)
+
+    def refresh(self, assigned: Mapping[str, Assigned], touched: set[str]) -> Standings:
+        """Return the standings, once they have heard of everyone whose load changed; clears `touched`."""
+        for name in self._stale | touched:
+            view = self._view(name, assigned)
+            if view is None:
+                self.standings.drop(name)
+            else:
+                self.standings.put(view, is_first=self.engines[name].member.role != "decode")
+        self._stale.clear()
+        touched.clear()
+        return self.standings
+
+    def nodes_with(self, keys: PrefixKeys) -> set[str]:
+        """Return the nodes where something of a prompt's beginning is known."""
+        digests = (*keys.digests[:1], *(part.digest for part in keys.parts(0)))
+        names = {name for digest in digests for name in self.index.owners(digest)}
+        return {self._nodes[name] for name in names if name in self._nodes} | self.nodes_of(names)
+
+    def nodes_of(self, engines: Collection[str]) -> set[str]:
+        """Return the nodes of those engines that are there."""
+        return {self.engines[name].member.node for name in engines if name in self.engines}
 
     def neighbours(self, name: str) -> set[str]:
         """Return who else has blocks that this engine can read in place."""
         place = self.engines[name].place
-        engines = {
-            other
-            for other, engine in self.engines.items()
-            if other != name and engine.place.distance(place) == 0 and engine.member.state in ("ready", "draining")
-        }
-        return engines | {member.name for node, member in self.migrators.items() if node == place.node}
+        if place not in self._neighbours:
+            for other, engine in self.engines.items():
+                if engine.member.state in ("ready", "draining"):
+                    self._neighbours.setdefault(engine.place, set()).add(other)
+            self._neighbours.setdefault(place, set())
+        migrator = self.migrators.get(place.node)
+        return self._neighbours[place] - {name} | ({migrator.name} if migrator is not None else set())
+
+    def _forget_fleet(self) -> None:
+        """What was worked out of who is there has to be worked out anew."""
+        self._sizes = None
+        self._neighbours.clear()
 
     def num_readable(self, keys: PrefixKeys, name: str, under_way: Collection[Collection[bytes]]) -> int:
         """Return how many leading tokens of a prompt that engine can read, or will have computed by then."""
@@ -131,17 +183,19 @@ class FleetState:
         """Return where an engine, or a migrator that is ready, is; None if it is not there."""
         if name in self.engines:
             return self.engines[name].place
-        return next((Place(m.node, m.rack) for m in self.migrators.values() if m.name == name), None)
+        migrator = self.migrators.get(self._nodes.get(name, ""))
+        return Place(migrator.node, migrator.rack) if migrator is not None else None
 
     def node_of(self, migrator: str) -> str:
         """Return the node of a migrator, "" if it is not there."""
-        return next((node for node, member in self.migrators.items() if member.name == migrator), "")
+        return self._nodes.get(migrator, "")
 
     def sequence_sizes(self, block_tokens: int) -> list[int]:
         """Return how many tokens each engine that carries sequences to their end could hold of one."""
-        roles = ("decode", "worker")
-        blocks = [e.load.max_blocks for e in self.engines.values() if e.member.role in roles and e.load.max_blocks]
-        return [count * block_tokens for count in blocks]
+        if self._sizes is None:
+            enders = (e.load.max_blocks for e in self.engines.values() if e.member.role in ("decode", "worker"))
+            self._sizes = sorted({count * block_tokens for count in enders if count})
+        return self._sizes
 
     def movers(self, source: Place, target: str) -> tuple[str, str]:
         """Return the migrators that KV goes through from a place to that engine."""

@@ -55,6 +55,10 @@ class PrefixIndex:
                 return count
         return len(digests)
 
+    def owners(self, digest: bytes) -> Collection[str]:
+        """Return who has it."""
+        return self._owners.get(digest, ())
+
     def is_known(self, digest: bytes, owners: Collection[str]) -> bool:
         """Whether one of these owners has it."""
         return not self._owners.get(digest, set()).isdisjoint(owners)

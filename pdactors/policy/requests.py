@@ -108,6 +108,11 @@ class Request:
         """The engine that the request is accounted to; "" while there is none."""
         return self.decode if self.stage in _AT_DECODE else self.prefill
 
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """Whose blocks a prefilled sequence has."""
+        return tuple(segment.owner for segment in self.prefilled.handle.segments) if self.prefilled else ()
+
     def num_owned(self, name: str) -> int:
         """Return how many blocks of a prefilled sequence are that engine's own, and nobody else can lend it."""
         segments = self.prefilled.handle.segments if self.prefilled else ()
@@ -165,6 +170,8 @@ class RequestTable(Mapping[str, Request]):
         self.waiting: dict[str, Queue] = {}  # by who holds the KV
         self.assigned: dict[str, Assigned] = {}
         self.under_way: dict[str, dict[str, frozenset[bytes]]] = {}  # engine -> request -> digests that it computes
+        self.beginnings: dict[bytes, set[str]] = {}  # first digest -> requests that compute it
+        self.touched: set[str] = set()  # engines whose assignments changed; whoever looks at them clears it
         self._requests: dict[str, Request] = {}
         self._moves: deque[Move] = deque(maxlen=MAX_MOVES)
 
@@ -205,6 +212,11 @@ class RequestTable(Mapping[str, Request]):
         moves = list(self._moves)
         self._moves.clear()
         return moves
+
+    def beginning(self, request: Request) -> set[str]:
+        """Return the engines that are computing the first block of a request's prompt for others."""
+        first = request.digests[0] if request.digests else b""
+        return {self._requests[name].engine for name in self.beginnings.get(first, ())}
 
     def coming(self, engine: str) -> Collection[frozenset[bytes]]:
         """Return the digests that an engine is computing, by request."""
@@ -278,6 +290,7 @@ class RequestTable(Mapping[str, Request]):
             ("waiting", _ranks(self.waiting), _ranks(fresh.waiting)),
             ("assigned", self.assigned, fresh.assigned),
             ("under way", self.under_way, fresh.under_way),
+            ("begun", self.beginnings, fresh.beginnings),
         ):
             if ours != theirs:
                 raise InvariantError(f"{what} is {ours}, the requests make it {theirs}")
@@ -318,14 +331,20 @@ class RequestTable(Mapping[str, Request]):
         if request.stage in (Stage.PINNING, Stage.PREFILLING):
             assigned.num_tokens += sign * (request.num_tokens - request.num_cached)
             under_way = self.under_way.setdefault(request.engine, {})
+            begun = self.beginnings.setdefault(request.digests[0], set()) if request.digests else set[str]()
             if sign > 0:
                 under_way[request.ask.request] = frozenset(request.digests)
+                begun.add(request.ask.request)
             else:
                 del under_way[request.ask.request]
+                begun.discard(request.ask.request)
+                if request.digests and not begun:
+                    del self.beginnings[request.digests[0]]
             if not under_way:
                 del self.under_way[request.engine]
 
     def _count_at(self, engine: str, sign: int) -> Assigned:
+        self.touched.add(engine)
         assigned = self.assigned.setdefault(engine, Assigned())
         assigned.num_requests += sign
         if not assigned.num_requests:
