@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 
 from pdactors.errors import BadRequest
 from pdactors.stamps import Clock, Echo, Stamps
-from pdactors.token_ids import TokenIds, from_wire, to_wire
+from pdactors.token_ids import NO_TOKENS, TokenIds, from_wire, to_wire
 
 PROTOCOL_VERSION = 1
 MAX_REASON = 400  # characters of an error about what came
@@ -162,7 +162,7 @@ class Report(Struct, frozen=True, omit_defaults=True):
     requests: tuple[str, ...] = ()  # requests that it still holds anything for
     leases: tuple[LeaseInfo, ...] = ()  # leases that it has given
     faults: tuple[str, ...] = ()  # what its check() found wrong
-    dropped: int = 0  # late, duplicate, unknown messages
+    dropped: dict[str, int] = {}  # late, duplicate, unknown messages, by kind
     counts: dict[str, int] = {}  # what else it counts: "retries", "leases_expired"
     stamps: Stamps | None = None  # of the request that was asked for
 
@@ -270,7 +270,7 @@ class Heartbeat(Message, frozen=True):
 
 
 class Generate(Message, frozen=True):
-    """Gateway: a client's request, tokenised."""
+    """Gateway: a client's request, tokenised. After the first attempt it goes on after the tokens `generated`."""
 
     request: str
     prompt: TokenIds
@@ -278,6 +278,19 @@ class Generate(Message, frozen=True):
     priority: Priority = "interactive"
     deadline_s: float | None = None  # CLOCK_MONOTONIC
     save_final_kv: bool = True
+    attempt: int = 1
+    generated: TokenIds = NO_TOKENS
+
+
+class Resume(Message, frozen=True):
+    """Router to gateway: what was under way is lost, `attempt` is the next. Back: the tokens that the client has.
+
+    From then on the gateway takes tokens of that attempt only.
+    """
+
+    request: str
+    attempt: int
+    generated: TokenIds = NO_TOKENS
 
 
 class Cancel(Message, frozen=True):
@@ -289,7 +302,7 @@ class Prefilled(Message, frozen=True):
 
     request: str
     attempt: int
-    first_token: int
+    first_token: TokenId
     handle: KVHandle
     sent_s: float
 
@@ -437,15 +450,16 @@ class Prefill(Message, frozen=True):
     prefix: tuple[Segment, ...] = ()  # KV of the prompt's beginning that other engines lend
     ship_to: str = ""  # the migrator that finished blocks are sent to while later ones are computed
     prefix_tokens: int = 0  # where what is lent and the engine's own end; the last block may be partly filled
+    generated: TokenIds = NO_TOKENS  # by a lost attempt; the next token is sampled after these
 
 
 class Decode(Message, frozen=True):
-    """Take the sequence over where its KV lies and go on after `first_token`."""
+    """Take the sequence over where its KV lies, which is that of all but the last token, and go on."""
 
     request: str
     attempt: int
     prompt: TokenIds
-    first_token: TokenId
+    generated: TokenIds
     sampling: Sampling
     handle: KVHandle
     sent_s: float
@@ -670,7 +684,7 @@ class Alive(Message, frozen=True):
 
 Control: TypeAlias = (
     Hello | Welcome | Refusal | Stranger
-    | Heartbeat | Generate | Cancel | Prefilled | Adopted | Finished | Failed
+    | Heartbeat | Generate | Resume | Cancel | Prefilled | Adopted | Finished | Failed
     | CacheChanged | Pinned | Exited | Drain | Fence | Inspect | Inspected
     | Prefill | Decode | Pin | CopyOut | Release
     | Tokens | Rejected | Fleet | Surveyed

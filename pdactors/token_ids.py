@@ -72,6 +72,9 @@ class TokenIds(Sequence[int]):
         return np.array(self._ids, dtype, copy=copy)
 
 
+NO_TOKENS = TokenIds(b"")
+
+
 def to_wire(value: object) -> bytes:
     """Encode `TokenIds` for msgspec; TypeError for anything else that it does not know itself."""
     if not isinstance(value, TokenIds):

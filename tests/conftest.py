@@ -255,7 +255,7 @@ def processes_of(run_id: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         arguments = process.info["cmdline"] or []
-        if "pdactors.actors" in arguments and run_id in arguments:
+        if run_id in arguments and any(argument.startswith("pdactors.actors") for argument in arguments):
             found.append(process)
     return found
 

@@ -1,4 +1,4 @@
-"""The entry of an actor's process: `python -m pdactors.actors NAME RUN_ID`, with its spec on standard input."""
+"""The entry of an actor's process: `python -m pdactors.actors NAME RUN SUPERVISOR`, with its spec on standard input."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from pdactors.actors.actor import Actor
-from pdactors.actors.discovery import remove_ready_file
 from pdactors.actors.process import LastWords, die_with_parent, is_orphan, pin, share_memory
+from pdactors.actors.ready_file import remove_ready_file
 from pdactors.actors.spec import ActorSpec, decode_spec
 from pdactors.config.logging import configure, get_logger
 from pdactors.errors import PDError

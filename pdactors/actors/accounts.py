@@ -109,7 +109,8 @@ def _actor(report: Report) -> dict[str, Any]:
         "prompt_tokens_computed": report.load.prompt_tokens_computed,
         "preempted": report.load.num_preempted,
         **({"moved": moved} if report.role == "migrator" else {}),
-        "dropped": report.dropped,
+        "dropped": sum(report.dropped.values()),
+        "dropped_by_kind": report.dropped,
     }
 
 

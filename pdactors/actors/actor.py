@@ -77,6 +77,7 @@ class Actor:
         self._channels: dict[str, Channel] = {}  # opened by us
         self._targets: dict[str, Member] = {}  # whom the fleet's news made us open them to
         self._hosts: dict[str, Member] = {}  # who welcomed us on them
+        self._router_known = -1  # incarnation of the router that took us in
         self._clock_id = clock_id()
         self._news: tuple[float, float] | None = None  # what the router's last ones said, and when they came
         self._stop = asyncio.Event()
@@ -103,6 +104,9 @@ class Actor:
     def welcomed(self, host: Member) -> None:
         """A peer that we connected to took us in; it may do so again, and under another incarnation."""
 
+    def router_changed(self) -> None:
+        """The router was lost, and another one took us in: it knows nothing of what its predecessor had us do."""
+
     def load(self) -> Load:
         """What there is to do here."""
         return Load()
@@ -119,7 +123,7 @@ class Actor:
             pid=os.getpid(),
             incarnation=spec.incarnation,
             load=self.load(),
-            dropped=self.dropped.total(),
+            dropped=dict(self.dropped),
             counts=dict(self.counts),
         )
 
@@ -306,19 +310,7 @@ class Actor:
         return self.spec.member(os.getpid(), self.listener.address if self.listener is not None else "")
 
     def _introduce(self, name: str) -> None:
-        spec = self.spec
-        hello = Hello(
-            protocol=PROTOCOL_VERSION,
-            version=VERSION,
-            member=self.me(),
-            layout=spec.layout.fingerprint,
-            model=spec.model.fingerprint,
-            join_token=spec.join_token,
-            mode=spec.config.cluster.mode,
-            max_model_len=spec.model.max_model_len,
-            run_id=spec.run_id,
-        )
-        self.tell(name, hello)
+        self.tell(name, self.spec.hello(self.me()))
 
     def _on_channel(self, name: str, frames: list[bytes]) -> None:
         message = self._decode(frames)
@@ -329,6 +321,9 @@ class Actor:
             self.welcomed(message.member)
             if name == ROUTER:
                 self.beat()
+                former, self._router_known = self._router_known, message.member.incarnation
+                if former not in (-1, self._router_known):
+                    self.router_changed()
         elif isinstance(message, Refusal):
             self.stop(Refused(f"{name} refuses {self.spec.name}: {message.reason}"))
         elif isinstance(message, Stranger):

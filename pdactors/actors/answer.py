@@ -18,10 +18,11 @@ from pdactors.client_messages import (
     TokenEvent,
     Usage,
 )
-from pdactors.messages import DecodePart, FinishReason, PrefillPart, Token
+from pdactors.messages import DecodePart, FinishReason, Generate, PrefillPart, Token
 from pdactors.text.detokenizer import Detokenizer
 from pdactors.text.stops import StopMatcher
 from pdactors.text.tokenizer import Tokenizer
+from pdactors.token_ids import TokenIds
 
 Sink = Callable[[AnyEvent], None]
 NO_MOVE = DecodePart("none", 0.0, 0.0)  # of an answer that no other engine went on with
@@ -31,8 +32,9 @@ NO_MOVE = DecodePart("none", 0.0, 0.0)  # of an answer that no other engine went
 class Answer:
     """Puts the tokens of a request in order, drops what came twice, and turns them into text.
 
-    Prefill and decode send on different connections, so the second token may arrive before the first; and a request
-    that was computed again repeats tokens. An index is given out once.
+    Prefill and decode send on different connections, so the second token may arrive before the first. It owns how far
+    the answer is: when an engine is lost, the next attempt begins after `token_ids`, and tokens of attempts before
+    it are late. So what a client reads is of one piece, whatever was computed twice.
     """
 
     request: str  # our id, the same in every actor
@@ -40,30 +42,38 @@ class Answer:
     body: RequestBody
     sink: Sink
     arrived_s: float
-    num_prompt_tokens: int = 0
+    ask: Generate | None = None  # what the router was asked, once it was
+    attempt: int = 1
     prefill: PrefillPart | None = None
     decode: DecodePart | None = None
     first_s: float = 0.0
     last_s: float = 0.0
-    num_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)  # given out
     finish: FinishReason | None = None
     _early: dict[int, Token] = field(default_factory=dict)
     _text: Detokenizer | None = None
     _stops: StopMatcher | None = None
 
-    def begin(self, tokenizer: Tokenizer, prompt: tuple[int, ...]) -> None:
-        """Get ready for tokens that follow `prompt`."""
-        self.num_prompt_tokens = len(prompt)
-        self._text = Detokenizer(tokenizer, prompt)
+    def begin(self, tokenizer: Tokenizer, ask: Generate) -> None:
+        """Get ready for tokens that follow the prompt of `ask`."""
+        self.ask = ask
+        self._text = Detokenizer(tokenizer, tuple(ask.prompt))
         stop = self.body.stop
         self._stops = StopMatcher((stop,) if isinstance(stop, str) else stop)
 
+    def resume(self, attempt: int) -> TokenIds:
+        """Take tokens of `attempt` only from now on, and return those that it goes on after."""
+        self.attempt = attempt
+        self._early.clear()
+        return TokenIds.of(self.token_ids)
+
     def take(self, token: Token, tokenizer: Tokenizer, now: float) -> bool:
-        """Take a token in and emit what can be said now; False if it was there already or comes after the end.
+        """Take a token in and emit what can be said now; False if it is late or was there already.
 
         Sets `finish` once the answer has ended, by the engine's word or by a stop string.
         """
-        if token.index < self.num_tokens or token.index in self._early or self.finish is not None:
+        is_late = token.attempt != self.attempt or token.index < self.num_tokens or self.finish is not None
+        if is_late or token.index in self._early:
             return False
         self._early[token.index] = token
         while self.finish is None and self.num_tokens in self._early:
@@ -71,9 +81,12 @@ class Answer:
         return True
 
     @property
-    def is_decoding(self) -> bool:
-        """Whether a token that decode computed has come."""
-        return self.num_tokens > 1 or any(index > 0 for index in self._early)
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.ask.prompt) if self.ask is not None else 0
 
     @property
     def prompt_use(self) -> tuple[int, int]:
@@ -105,7 +118,7 @@ class Answer:
             self.decode = token.decode
         self.first_s = self.first_s or now
         self.last_s = now
-        self.num_tokens += 1
+        self.token_ids.append(token.token_id)
         text, is_stopped = self._stops.push(self._text.push(token.token_id))
         if is_stopped:
             self.finish = "stop"

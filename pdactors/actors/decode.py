@@ -7,7 +7,7 @@ from pdactors.actors.engine import EngineActor
 from pdactors.actors.spec import ActorSpec
 from pdactors.engine.model import PagedModel
 from pdactors.engine.sequence import Sequence
-from pdactors.errors import Refused, WorkerLost
+from pdactors.errors import BadRequest, Refused, WorkerLost
 from pdactors.kv.layout import KVLayout
 from pdactors.kv.leases import LeaseLost
 from pdactors.messages import Adopted, Decode, KVHandle, Member
@@ -40,8 +40,10 @@ class DecodeActor(EngineActor):
         handle = message.handle
         if handle.layout != self.spec.layout.fingerprint:
             raise Refused(f"KV layout: the handle's is {handle.layout}, ours is {self.spec.layout.fingerprint}")
+        if not message.generated:
+            raise BadRequest("generated: is empty; prefill samples the first token")
         if handle.num_pruned:
-            check_pruned(handle, self.spec.layout, len(message.prompt))
+            check_pruned(handle, self.spec.layout, len(message.prompt) + len(message.generated) - 1)
         sequence = Sequence.to_adopt(message)
         now = sequence.received_s = self.clock()
         sequence.sent_s = message.sent_s if message.path in ("lease", "store") else now - message.waited_s

@@ -106,20 +106,6 @@ def read_ready_file(path: Path) -> Ready:
         raise ConnectionLost(f"{path} is not a ready file: {error}") from error
 
 
-def write_ready_file(path: Path, ready: Ready) -> None:
-    """Write it whole or not at all."""
-    scratch = path.with_name(f".{path.name}.{ready.run_id}")
-    scratch.write_bytes(msgspec.json.format(msgspec.json.encode(ready)) + b"\n")
-    scratch.rename(path)
-
-
-def remove_ready_file(path: Path, run_id: str) -> None:
-    """Remove it, if it is still that run's."""
-    with contextlib.suppress(OSError, ConnectionLost):
-        if read_ready_file(path).run_id == run_id:
-            path.unlink()
-
-
 def _prefix() -> str:
     digest = blake2b(str(home().resolve()).encode(), digest_size=6).hexdigest()
     return f"pdactors/{digest}/"

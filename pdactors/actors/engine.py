@@ -19,6 +19,7 @@ from pdactors.actors.lending import lend_cached, tell_cache
 from pdactors.actors.process import pin
 from pdactors.actors.publishing import publish
 from pdactors.actors.spec import ActorSpec
+from pdactors.actors.stall import Stall
 from pdactors.engine.model import PagedModel
 from pdactors.engine.runner import Engine
 from pdactors.engine.sequence import Sequence
@@ -29,6 +30,7 @@ from pdactors.kv.blocks import BlockPool
 from pdactors.kv.leases import LeaseLost
 from pdactors.kv.loans import Loans
 from pdactors.messages import (
+    CacheChanged,
     CopyOut,
     Extents,
     Failed,
@@ -50,7 +52,6 @@ T = TypeVar("T")
 SWEEP_S = 0.05
 QUIET_S = 0.02
 ASK_AGAIN_S = 0.1  # for memory
-STALL_S = 0.1  # a batch without room for its next step waits so long before leases are given back
 
 
 class EngineActor(Actor):
@@ -60,20 +61,19 @@ class EngineActor(Actor):
 
     def __init__(self, spec: ActorSpec, transport: Transport, model: PagedModel) -> None:
         super().__init__(spec, transport)
-        config, layout = spec.config, spec.layout
         self.migrator = f"{spec.node}/migrator"
-        self.arena = Arena.attach(spec.fds.arena, layout)
+        self.arena = Arena.attach(spec.fds.arena, spec.layout)
         self.pool = BlockPool()
-        self.loans = Loans(self.pool, self.arena.leases(), spec.slot, spec.incarnation, config.kv.lease_s)
+        self.loans = Loans(self.pool, self.arena.leases(), spec.slot, spec.incarnation, spec.config.kv.lease_s)
         self.extents = ExtentKeeper.of(spec, self.arena, self.pool, partial(self.tell, self.migrator))
         self.model = model
-        model.bind(self.arena.payload(), layout)
+        model.bind(self.arena.payload(), spec.layout)
         self.engine = Engine(model, self.arena, self.pool, engine_parts.limits(spec))
         self.steps = engine_parts.step_log(spec, model)
         self._thread = ThreadPoolExecutor(1, "engine", pin, (spec.cores,))
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = asyncio.Event()
-        self._stalled_since: float | None = None
+        self._stall = Stall(self)
         self._known_to: int | None = None  # the migrator's incarnation
         self._is_known = asyncio.Event()
         self.accept(Release, self._on_release, "router", "gateway")
@@ -114,6 +114,19 @@ class EngineActor(Actor):
 
     def wants(self, member: Member) -> bool:
         return member.role == "gateway" or member.name == self.migrator
+
+    def router_changed(self) -> None:
+        """Let go of everything: the new router knows nothing of it, and has what is still wanted begun again."""
+
+        def let_go() -> None:
+            for sequence in [*self.engine.running, *self.engine.waiting]:
+                self._cut_short(sequence)
+            for key in self.loans.lent_for:
+                self.released(*key)
+            self._sweep()
+
+        self.command(let_go)
+        self.tell(ROUTER, CacheChanged(tuple(self.pool.digests())))
 
     def welcomed(self, host: Member) -> None:
         if host.name == self.migrator and host.incarnation != self._known_to:
@@ -178,7 +191,7 @@ class EngineActor(Actor):
                     self.fail(sequence, error)
                 continue
             idle_since = self.clock()
-            self._stalled_since = None
+            self._stall.over()
             self.steps.add(step, result)
             engine_accounts.note_step(self.trail, step, began_s, idle_since)
             slow = self.steps.slow(step, result, waited_s, self.spec.config.engine.slow_step_ms, idle_since)
@@ -192,7 +205,7 @@ class EngineActor(Actor):
 
         Whoever waits for memory asks for it again and again: what others could not spare may be free by now.
         """
-        self._mind_stall()
+        self._stall.mind()
         if await self._woken(QUIET_S):
             return
         self.check()
@@ -287,13 +300,16 @@ class EngineActor(Actor):
         self.give_leases_back(sequence)
         self.trail.note(sequence.request, "left", self.clock(), None, sequence.attempt)
 
+    def _cut_short(self, sequence: Sequence) -> None:
+        """Let go of a sequence that has not ended."""
+        if sequence.num_announced:  # an Announce may come after the router's own Release
+            self.tell(self.migrator, Release(*sequence.key))
+        self._leave(sequence)
+
     def _on_release(self, _sender: Member, message: Release) -> None:
         def release() -> None:
-            sequence = self.engine.find(message.request, message.attempt)
-            if sequence is not None:
-                if sequence.num_announced:  # an Announce may have come after the router's own Release
-                    self.tell(self.migrator, message)
-                self._leave(sequence)
+            if (sequence := self.engine.find(message.request, message.attempt)) is not None:
+                self._cut_short(sequence)
             self.released(message.request, message.attempt)
             self._sweep()
 
@@ -329,8 +345,7 @@ class EngineActor(Actor):
 
     def _renew(self) -> None:
         """Keep what is read; fail what was lost before it is read again."""
-        lost = self.loans.renew(self.clock())
-        if lost:
+        if lost := self.loans.renew(self.clock()):
             for sequence in [*self.engine.running, *self.engine.waiting]:
                 if lost.intersection(sequence.leases):
                     self.fail(sequence, WorkerLost("KV that it reads was taken back"))
@@ -342,22 +357,6 @@ class EngineActor(Actor):
                 self.give_leases_back(sequence)
 
         self.command(copy_out)
-
-    def _mind_stall(self) -> None:
-        """When memory stands still, have those who wait give back what they borrow: it is computed again, later.
-
-        Otherwise what runs here could wait for blocks that an engine lends to what waits behind it.
-        """
-        if not self.engine.is_stalled:
-            self._stalled_since = None
-            return
-        now = self.clock()
-        if self._stalled_since is None:
-            self._stalled_since = now
-        elif now - self._stalled_since > STALL_S:
-            self._stalled_since = now
-            if (sequence := self.engine.give_way()) is not None:
-                self.give_leases_back(sequence)
 
     def give_leases_back(self, sequence: Sequence) -> None:
         for lease in sequence.leases:

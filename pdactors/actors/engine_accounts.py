@@ -67,11 +67,11 @@ def token(actor: EngineActor, outcome: Outcome) -> Token:
     sequence, sampled = outcome.sequence, outcome.sampled
     index = len(sequence.tokens) - 1
     prefill = decode = None
-    if index == 0:
+    if index == sequence.num_given and sequence.handle is None:
         now = actor.clock()
         prefill = PrefillPart(sequence.num_cached, sequence.received_s, sequence.begin_s, now)
         actor.trail.note(sequence.request, "first token", now, None, sequence.attempt)
-    elif index == 1 and sequence.handle is not None:
+    elif index == sequence.num_given and sequence.handle is not None:
         handle = sequence.handle
         decode = DecodePart(
             sequence.path,

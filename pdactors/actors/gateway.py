@@ -19,6 +19,7 @@ from pdactors.actors.answer import Answer, Sink
 from pdactors.actors.client_server import ClientServer
 from pdactors.actors.line_server import LineServer
 from pdactors.actors.process import return_memory
+from pdactors.actors.prompt import tokenise
 from pdactors.actors.spec import ActorSpec
 from pdactors.actors.tracing import Tracer
 from pdactors.client_messages import ErrorEvent, RequestBody, RequestId
@@ -45,12 +46,14 @@ from pdactors.messages import (
     Rejected,
     Release,
     Report,
+    Resume,
     Role,
     Scale,
     Surveyed,
     Token,
     Tokens,
 )
+from pdactors.policy.retries import MAX_ATTEMPTS
 from pdactors.text.tokenizer import Tokenizer
 from pdactors.token_ids import TokenIds
 from pdactors.transport import Transport
@@ -61,8 +64,10 @@ if TYPE_CHECKING:
 
 LONG_TEXT = 20_000  # characters that are tokenised aside, so that the loop goes on
 MAX_TEXT_ASIDE = 32 << 20  # characters that wait to be tokenised aside
+ROUTER_GONE_S = 4.0  # more than its restart takes; what stands still is ended then
 ROUTER_GRACE_S = 5.0  # what the router gets beyond a request's own limit to say that it is over
 ASK_TIMEOUT_S = 15.0  # more than a fork of an engine takes
+SWEEP_S = 0.5
 LOOK_AGAIN_S = 0.5  # after a first finding, which may just be on its way back
 
 
@@ -77,13 +82,13 @@ class Gateway(Actor):
         self.tokenizer: Tokenizer | None = None
         self._questions: dict[int, asyncio.Future[Surveyed | Answered]] = {}
         self._num_questions = self._text_aside = 0
-        self._router_incarnation = 0
         self._news_s = 0.0  # when the router was last heard
         self._lines = LineServer(self)
         self._clients = ClientServer(self)
         self._http: HttpServer | None = None
         self.metrics: Metrics | None = None  # nobody could read them without HTTP
         self.accept(Tokens, self._on_tokens, "prefill", "decode", "worker")
+        self.accept(Resume, self._on_resume, "router")
         self.accept(Rejected, self._on_rejected, "router")
         self.accept(Surveyed, self._on_answer, "router")
         self.accept(Answered, self._on_answer, "router")
@@ -107,7 +112,7 @@ class Gateway(Actor):
             self.metrics = Metrics(self.spec.model.name, self.spec.name, self.spec.node)
             self._http = HttpServer(self)
             await self._http.start(self.spec.fds.http)
-        self.every(1.0, self._sweep)
+        self.every(SWEEP_S, self._sweep)
         self.every(5.0, return_memory)  # that long texts needed
 
     async def close(self) -> None:
@@ -118,15 +123,16 @@ class Gateway(Actor):
             await self._http.close()
         self._clients.close()
 
-    def welcomed(self, host: Member) -> None:
-        """End what a lost router took with it; what decodes already goes on, since tokens do not pass the router."""
-        if host.role != "router" or host.incarnation == self._router_incarnation:
-            return
-        is_first, self._router_incarnation = not self._router_incarnation, host.incarnation
-        for answer in [] if is_first else list(self.answers.values()):
-            if not answer.is_decoding:
-                self.tell(ROUTER, Cancel(answer.request))  # it may have come between the new one's start and its word
-                self._fail(answer, WorkerLost("the router was lost before the request was handed over to decode"))
+    def router_changed(self) -> None:
+        """Ask the new router for what is left of every answer; engines let go of what the lost one had them do."""
+        for answer in [answer for answer in self.answers.values() if answer.ask is not None]:
+            assert answer.ask is not None
+            if answer.attempt >= MAX_ATTEMPTS:
+                self._fail(answer, WorkerLost(f"the router was lost in attempt {answer.attempt}"))
+                continue
+            self.tell(ROUTER, Cancel(answer.request))  # it may have come between the new one's start and its word
+            generated = answer.resume(answer.attempt + 1)
+            self.tell(ROUTER, msgspec.structs.replace(answer.ask, attempt=answer.attempt, generated=generated))
 
     def _on_fleet(self, sender: Member, fleet: Fleet) -> None:
         self._news_s = self.clock()
@@ -265,12 +271,12 @@ class Gateway(Actor):
         if answer.request in self.answers:  # it may have been cancelled meanwhile
             self._forward(answer, lambda: prompt)
 
-    def _forward(self, answer: Answer, tokenise: Callable[[], tuple[int, ...]]) -> None:
+    def _forward(self, answer: Answer, make: Callable[[], tuple[int, ...]]) -> None:
         """Send a request to the router, or end it with the reason."""
         body = answer.body
         try:
             assert self.tokenizer is not None
-            prompt = tokenise()
+            prompt = make()
             room = self.spec.model.max_model_len - len(prompt)
             if room < 1:
                 raise PromptTooLong(
@@ -279,40 +285,19 @@ class Gateway(Actor):
                 )
             if body.min_tokens > body.max_tokens:
                 raise BadRequest(f"min_tokens: {body.min_tokens} is more than max_tokens {body.max_tokens}")
-            answer.begin(self.tokenizer, prompt)
         except PDError as error:
             self._fail(answer, error)
             return
         deadline_s = answer.arrived_s + body.deadline_ms / 1000 if body.deadline_ms is not None else None
         sampling = body.sampling(min(body.max_tokens, room))
         ask = Generate(answer.request, TokenIds.of(prompt), sampling, body.priority, deadline_s, body.save_final_kv)
+        answer.begin(self.tokenizer, ask)
         self.tracer.tokenised(answer)
         self.tell(ROUTER, ask)
 
     def _tokenise(self, body: RequestBody) -> tuple[int, ...]:
-        """Return the prompt's token ids.
-
-        Raises:
-            BadRequest: not exactly one kind of prompt, an empty one, or ids outside the vocabulary.
-        """
         assert self.tokenizer is not None
-        given = [name for name in ("prompt", "messages", "prompt_token_ids") if getattr(body, name) is not None]
-        if len(given) != 1:
-            found = f"got {', '.join(given)}" if given else "got none"
-            raise BadRequest(f"exactly one of prompt, messages and prompt_token_ids is needed, {found}")
-        if body.messages is not None:
-            ids = self.tokenizer.encode_chat(body.messages)
-        elif body.prompt is not None:
-            ids = self.tokenizer.encode(body.prompt) if body.prompt else []
-        else:
-            ids = list(body.prompt_token_ids or ())
-        if not ids:
-            raise BadRequest(f"{given[0]}: is empty; at least one token is needed")
-        if max(ids) >= self.spec.model.vocab_size:
-            raise BadRequest(
-                f"{given[0]}: token id {max(ids)} is outside the vocabulary of {self.spec.model.vocab_size}"
-            )
-        return tuple(ids)
+        return tokenise(self.tokenizer, body, self.spec.model.vocab_size)
 
     # ---- From tokens to text --------
 
@@ -320,7 +305,7 @@ class Gateway(Actor):
         now = self.clock()
         for token in message.tokens:
             answer = self.answers.get(token.request)
-            if answer is None:  # whoever cancelled it may not have reached the engine: the router may be new
+            if answer is None or token.attempt < answer.attempt:  # the router's word may not have reached the engine
                 self.tell(sender.name, Release(token.request, token.attempt))
                 self.drop("late token", request=token.request, index=token.index)
                 continue
@@ -345,6 +330,16 @@ class Gateway(Actor):
                 self.tell(ROUTER, Cancel(token.request))
             self._finish(answer, answer.finish)
         return None
+
+    def _on_resume(self, _sender: Member, message: Resume) -> None:
+        """Say how far an answer is, so that it goes on from there."""
+        answer = self.answers.get(message.request)
+        if answer is None:  # it ended with what came last
+            self.tell(ROUTER, Cancel(message.request))
+        elif message.attempt < answer.attempt:
+            self.drop("late resumption", request=message.request)
+        else:
+            self.tell(ROUTER, Resume(message.request, message.attempt, answer.resume(message.attempt)))
 
     def _on_rejected(self, _sender: Member, message: Rejected) -> None:
         answer = self.answers.get(message.request)
@@ -393,8 +388,13 @@ class Gateway(Actor):
         answer.sink(ErrorEvent.of(answer.id, error))
 
     def _sweep(self) -> None:
-        """End what the router should have ended long ago."""
+        """End what the router should have ended long ago, and what stands still while there is no router."""
         limit_s = self.spec.config.router.request_timeout_s + ROUTER_GRACE_S
-        for answer in [a for a in self.answers.values() if self.clock() - a.arrived_s > limit_s]:
-            self.tell(ROUTER, Cancel(answer.request))
-            self._fail(answer, RequestTimeout(f"no end after {limit_s:.0f} s"))
+        now = self.clock()
+        is_alone = now - self._news_s > ROUTER_GONE_S
+        for answer in list(self.answers.values()):
+            if now - answer.arrived_s > limit_s:
+                self.tell(ROUTER, Cancel(answer.request))
+                self._fail(answer, RequestTimeout(f"no end after {limit_s:.0f} s"))
+            elif is_alone and now - max(answer.arrived_s, answer.last_s) > ROUTER_GONE_S:
+                self._fail(answer, WorkerLost(f"the router has been lost for {now - self._news_s:.0f} s"))

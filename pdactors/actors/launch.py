@@ -16,8 +16,10 @@ import msgspec
 
 from pdactors.actors import blueprint
 from pdactors.actors.blueprint import ArenaPlan, Run
-from pdactors.actors.discovery import Ready, remove_ready_file, write_ready_file
+from pdactors.actors.discovery import Ready
 from pdactors.actors.process import Nursery
+from pdactors.actors.ready_file import kept_ready_file
+from pdactors.actors.remains import sweep
 from pdactors.actors.share import Share
 from pdactors.actors.spec import ActorSpec, Descriptors, ModelSpec
 from pdactors.actors.supervisor import Supervisor
@@ -63,6 +65,7 @@ def launch(
     shape = ModelShape.read(folder)
     blueprint.check_model(config, shape)
     blueprint.check_memory(config, nodes, shape, available_bytes())
+    sweep()
     with ExitStack() as opened:
         arenas = {node.name: blueprint.plan_arena(config, node, shape) for node in nodes}
         sockets = _open_sockets(config, nodes, opened)
@@ -79,8 +82,7 @@ def launch(
 
         def tell_ready(ready: Ready) -> None:
             if ready_file is not None:
-                opened.callback(remove_ready_file, ready_file, ready.run_id)
-                write_ready_file(ready_file, ready)
+                opened.enter_context(kept_ready_file(ready_file, ready))
             on_ready(ready)
 
         addresses = _client_addresses(sockets) if sockets else blueprint.client_addresses(config)

@@ -9,7 +9,7 @@ from collections import Counter
 
 import msgspec
 
-from pdactors.actors.actor import Actor
+from pdactors.actors.actor import ROUTER, Actor
 from pdactors.actors.engine_accounts import lease_infos
 from pdactors.actors.holdings import Holdings
 from pdactors.actors.mover import Mover
@@ -22,6 +22,7 @@ from pdactors.messages import (
     Announce,
     Ask,
     Blocks,
+    CacheChanged,
     DataPort,
     Extents,
     Fleet,
@@ -146,6 +147,15 @@ class Migrator(Actor):
         super()._on_fleet(sender, fleet)
         if self.mover is not None:
             self.mover.fleet_changed(fleet)
+
+    def router_changed(self) -> None:
+        """Let go of what is moved or lent for requests that the new router does not know, and say what is cached."""
+        if self.holdings is None:
+            return
+        moving = (*self.mover.outbound.keys, *self.mover.inbound.keys) if self.mover is not None else ()
+        for key in {*moving, *self.holdings.loans.lent_for}:
+            self._on_release(self.holdings, Release(*key))
+        self.tell(ROUTER, CacheChanged(tuple(self.holdings.pool.digests())))
 
     # ---- Extents --------
 

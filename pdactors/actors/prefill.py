@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pdactors.actors.actor import ROUTER
+from pdactors.actors.blueprint import SPARE_LEASES
 from pdactors.actors.engine import EngineActor
 from pdactors.actors.packer import Packer
 from pdactors.actors.publishing import publish
@@ -21,6 +22,7 @@ class PrefillActor(EngineActor):
 
     def __init__(self, spec: ActorSpec, transport: Transport, model: PagedModel) -> None:
         super().__init__(spec, transport, model)
+        self._num_handovers = self.arena.leases().leases_per_slot - SPARE_LEASES  # those that are kept for them
         self._behind: dict[tuple[str, int], set[Lease]] = {}  # what handed-over sequences borrow from others
         self._packer = Packer(self) if spec.config.prunes else None
         self.accept(Prefill, self.take_prompt, "router")
@@ -45,7 +47,7 @@ class PrefillActor(EngineActor):
                 return
             done = self._done(outcome, lease)
             if self._packer is not None:
-                self._packer.remember(sequence.key, done.handle, sequence.prompt)
+                self._packer.remember(sequence.key, done.handle, sequence.token_ids(0, sequence.num_stored))
             self.tell(ROUTER, done)
         self.trail.note(
             sequence.request, "handed over", self.clock(), None, sequence.attempt, tokens=sequence.num_stored
@@ -72,26 +74,27 @@ class PrefillActor(EngineActor):
         The last chunk goes with the hand-over, so that nothing can be complete before the router knows of it.
         """
         for sequence in sequences:
-            start, blocks = sequence.unannounced(self.spec.layout.block_tokens)
-            if not blocks or sequence not in self.engine.running:
-                continue
-            try:
-                lease = self.loans.lend(sequence.key, blocks, self.clock())
-            except Overloaded:  # they go with the rest
-                continue
-            sequence.num_announced = start + len(blocks)
-            self.trail.note(sequence.request, "announced", self.clock(), None, sequence.attempt, blocks=len(blocks))
-            self.tell(
-                self.migrator,
-                Announce(
-                    *sequence.key,
-                    sequence.ship_to,
-                    Segment(self.spec.name, lease, start, blocks),
-                    len(sequence.prompt),
-                    tuple(sequence.digests),
-                    "interactive" if sequence.is_urgent else "batch",
-                ),
-            )
+            if sequence in self.engine.running:
+                for start, blocks in sequence.unannounced(self.spec.layout.block_tokens):
+                    self._announce(sequence, start, blocks)
+
+    def _announce(self, sequence: Sequence, start: int, blocks: tuple[int, ...]) -> None:
+        if self.loans.num_left <= self._num_handovers:  # they go with the rest
+            return
+        lease = self.loans.lend(sequence.key, blocks, self.clock())
+        sequence.num_announced = start + len(blocks)
+        self.trail.note(sequence.request, "announced", self.clock(), None, sequence.attempt, blocks=len(blocks))
+        self.tell(
+            self.migrator,
+            Announce(
+                *sequence.key,
+                sequence.ship_to,
+                Segment(self.spec.name, lease, start, blocks),
+                sequence.num_tokens,
+                tuple(sequence.digests),
+                "interactive" if sequence.is_urgent else "batch",
+            ),
+        )
 
     def _on_migrate(self, _sender: Member, message: Migrate) -> None:
         packer = self._packer

@@ -23,6 +23,7 @@ PR_SET_CHILD_SUBREAPER = 36
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 LARGE_BYTES = 256 << 10
 MAX_REASON_BYTES = 2000
+FORK_TIMEOUT_S = 20.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -114,7 +115,8 @@ def spawn(module: str, arguments: Sequence[str], data: bytes, fds: Sequence[int]
 
 def spawn_actor(spec: ActorSpec) -> Process:
     """Start an actor in a Python of its own."""
-    return spawn("pdactors.actors", [spec.name, spec.run_id], encode_spec(spec), msgspec.structs.astuple(spec.fds))
+    arguments = [spec.name, spec.run_id, str(spec.supervisor_pid)]
+    return spawn("pdactors.actors", arguments, encode_spec(spec), msgspec.structs.astuple(spec.fds))
 
 
 class Nursery:
@@ -135,7 +137,7 @@ class Nursery:
         """Start an engine.
 
         Raises:
-            PDError: the nursery ended; its log line says why.
+            PDError: the nursery ended, and its log line says why, or it does not answer.
         """
         async with self._lock:
             if self.process is None or self.process.status is not None:
@@ -144,13 +146,20 @@ class Nursery:
             reader, writer = self._streams
             data = encode_spec(spec)
             writer.write(len(data).to_bytes(4, "little") + data)
-            return Process(int(await self._line(reader)))
+            try:
+                async with asyncio.timeout(FORK_TIMEOUT_S):
+                    return Process(int(await self._line(reader)))
+            except TimeoutError:
+                assert self.process is not None
+                self.process.send(signal.SIGKILL)
+                await self.process.ended()
+                raise PDError(f"the nursery did not answer within {FORK_TIMEOUT_S:.0f} s") from None
 
     async def _start(self, run_id: str) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             spec = msgspec.structs.replace(self._spec, run_id=run_id, socket=theirs.fileno())
-            arguments = ["nursery", spec.run_id]
+            arguments = ["nursery", spec.run_id, str(spec.supervisor_pid)]
             self.process = spawn(
                 "pdactors.actors.nursery", arguments, msgspec.msgpack.encode(spec), [*self._fds, spec.socket]
             )

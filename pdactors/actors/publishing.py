@@ -19,7 +19,9 @@ def publish(actor: EngineActor, sequence: Sequence, done: Prefilled | None = Non
     if not actor.has_store:
         return False
     own = sequence.own_blocks
-    start = len(sequence.blocks) - len(own)  # what is borrowed comes first
+    start = len(sequence.blocks) - len(own)
+    if own != sequence.blocks[start:]:  # what is borrowed comes first, but where the store was lost meanwhile
+        return False
     digests = sequence.digests[start : sequence.num_indexed]
     part = actor.engine.tail_digest(sequence)
     blocks = own if done is not None else own[: len(digests) + (part is not None)]

@@ -36,6 +36,7 @@ from pdactors.messages import (
     Prefilled,
     Rejected,
     Report,
+    Resume,
     Retire,
     Retired,
     Scale,
@@ -93,6 +94,7 @@ class Router(Actor):
         self.accept(EnginesStarted, self._on_engines_started, "supervisor")
         self.accept(Drain, self._on_drain, "supervisor")
         self.accept(Generate, self._on_generate, "gateway")
+        self.accept(Resume, self._on_resume, "gateway")
         self.accept(Cancel, self._on_cancel, "gateway")
         self.accept(CacheChanged, self._on_cache_changed, "migrator", *ENGINES)
         self.accept(Pinned, self._on_pinned, "migrator", *ENGINES)
@@ -123,7 +125,7 @@ class Router(Actor):
             self.tell(name, fleet)
 
     def report(self) -> Report:
-        dropped = self.dropped.total() + self.dispatcher.dropped.total()
+        dropped = dict(self.dropped + self.dispatcher.dropped)
         return msgspec.structs.replace(super().report(), requests=tuple(self.dispatcher.requests), dropped=dropped)
 
     def load(self) -> Load:
@@ -314,6 +316,9 @@ class Router(Actor):
 
     def _on_generate(self, sender: Member, message: Generate) -> None:
         self._perform(self.dispatcher.generate(sender.name, message, self.clock()))
+
+    def _on_resume(self, sender: Member, message: Resume) -> None:
+        self._perform(self.dispatcher.resume(sender.name, message, self.clock()))
 
     def _on_cancel(self, _sender: Member, message: Cancel) -> None:
         self._perform(self.dispatcher.cancel(message, self.clock()))

@@ -9,8 +9,9 @@ from pdactors.config.address import Address
 from pdactors.config.cluster import ClusterConfig
 from pdactors.config.keys import CurveKeys
 from pdactors.kv.layout import KVLayout
-from pdactors.messages import Member, Role
+from pdactors.messages import PROTOCOL_VERSION, Hello, Member, Role
 from pdactors.policy.scaling import ENGINES as ENGINES
+from pdactors.version import VERSION
 
 
 class ModelSpec(Struct, frozen=True):
@@ -75,6 +76,20 @@ class ActorSpec(Struct, frozen=True):
         """Return how this actor introduces itself."""
         return Member(
             self.name, self.role, self.node, self.rack, pid, self.incarnation, slot=self.slot, address=address
+        )
+
+    def hello(self, me: Member) -> Hello:
+        """Return what this actor says first on every connection."""
+        return Hello(
+            protocol=PROTOCOL_VERSION,
+            version=VERSION,
+            member=me,
+            layout=self.layout.fingerprint,
+            model=self.model.fingerprint,
+            join_token=self.join_token,
+            mode=self.config.cluster.mode,
+            max_model_len=self.model.max_model_len,
+            run_id=self.run_id,
         )
 
 

@@ -23,8 +23,8 @@ from pdactors.messages import Drain, EnginesStarted, Exited, Fence, Fleet, Membe
 from pdactors.policy.liveness import Liveness
 from pdactors.transport import Transport
 
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.2, 30.0
-STABLE_AFTER_S = 60.0  # an actor that lived so long starts afresh with its back-off
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.2, 10.0
+STABLE_AFTER_S = 10.0  # an actor that lived so long starts afresh with its back-off
 JOIN_TIMEOUT_S = 10.0  # of engines that are added; who asked for them has it that they count from then on
 LAST_WORDS_S = 0.3  # between SIGTERM and SIGKILL
 ROUTER_WAIT_S = 60.0  # for a router that may have been launched a little later
@@ -74,7 +74,8 @@ class Supervisor(Actor):
         self._changed = asyncio.Event()
         self._is_welcome = asyncio.Event()
         self._is_over = False  # the run has ended elsewhere
-        self._router = Liveness(max(ROUTER_GONE_S, 5 * spec.config.router.dead_after_ms / 1000))
+        dead_after_s = spec.config.router.dead_after_ms / 1000
+        self._router = Liveness(dead_after_s if self.hosts_router else max(ROUTER_GONE_S, 5 * dead_after_s))
         self.accept(Fleet, self._on_news, "router")
         self.accept(Fence, self._on_fence, "router")
         self.accept(StartEngines, self._on_start_engines, "router")
@@ -87,6 +88,8 @@ class Supervisor(Actor):
         for child in list(self._children.values()):
             await child.start()
             self.spawn(self._watch(child))
+        if self.hosts_router:
+            self.every(self.spec.config.router.heartbeat_ms / 1000, self._mind_router)
         await self._until(self._all_ready)
         self.is_ready.set()
 
@@ -117,7 +120,14 @@ class Supervisor(Actor):
         self._is_welcome.set()
 
     def _mind_router(self) -> None:
-        if self._router.silent(self.clock()):
+        """Kill our own router when it is silent, which nobody else could fence; end without one that is elsewhere."""
+        if not self._router.silent(self.clock()):
+            return
+        if self.hosts_router:
+            self.log.error("actor fenced", peer=ROUTER, reason="silent")
+            self._router.forget(ROUTER)
+            self._children[ROUTER].send(signal.SIGKILL)
+        else:
             self.abandon(ConnectionLost(f"run {self.spec.run_id} is over: its router is silent at {self.spec.control}"))
 
     def abandon(self, error: PDError | None = None) -> None:
@@ -174,14 +184,27 @@ class Supervisor(Actor):
                 why = reason or f"it ended with status {status}"
                 self.stop(PDError(f"{child.spec.name} could not start: {why}"))
                 return
+            if child.spec.role == "router":
+                self._router.forget(ROUTER)  # it is heard again once its successor has started
             self.tell(ROUTER, Exited(child.spec.name, child.spec.incarnation))
             if time.monotonic() - child.started_s > STABLE_AFTER_S:
                 child.backoff_s = FIRST_BACKOFF_S
+            await self._restart(child)
+
+    async def _restart(self, child: Child) -> None:
+        """Start a successor, again and again with growing pauses where it cannot be started."""
+        while True:
             await asyncio.sleep(child.backoff_s)
             child.backoff_s = min(2 * child.backoff_s, MAX_BACKOFF_S)
-            if not self._stop.is_set():
+            if self._stop.is_set():
+                return
+            try:
                 await child.start()
+            except PDError as error:  # the nursery was lost, too
+                self.log.error("actor not restarted", peer=child.spec.name, reason=error.message)
+            else:
                 self.log.info("actor restarted", peer=child.spec.name, pid=child.process and child.process.pid)
+                return
 
     def _on_fence(self, _sender: Member, message: Fence) -> None:
         """Kill a silent actor; `_watch` reaps it and tells the router."""

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-import psutil
 
 from pdactors.actors.accounts import is_clean
 from pdactors.actors.discovery import running
+from pdactors.actors.ready_file import stale_ready_files
+from pdactors.actors.remains import orphans
 from pdactors.cli.options import cluster_options, connect
 
 SECOND_LOOK_S = 1.0  # what is on its way to be let go is gone by then
@@ -22,9 +23,9 @@ SECOND_LOOK_S = 1.0  # what is on its way to be let go is gone by then
 @cluster_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(zmq: str | None, ready_file: Path | None, token: str, as_json: bool) -> None:
-    """Look for KV held for nobody in the running cluster, and for processes of dead runs; exit 1 if there is any.
+    """Look for KV held for nobody in the running cluster, and for what dead runs left; exit 1 if there is any.
 
-    Work in flight is not a leak. Without a running cluster only processes are looked for.
+    Work in flight is not a leak. Without a running cluster only processes and ready files are looked for.
     """
     found: dict[str, Any] = {"leases": [], "blocks_unaccounted": 0, "stale_segments": []}
     if zmq or ready_file or running():
@@ -33,7 +34,10 @@ def command(zmq: str | None, ready_file: Path | None, token: str, as_json: bool)
             if not is_clean(found):
                 time.sleep(SECOND_LOOK_S)
                 found = client.leaks()
-    found["stale_processes"] = _stale_processes()
+    found["stale_processes"] = [
+        {"pid": process.pid, "command": " ".join(process.cmdline()[1:])} for process in orphans()
+    ]
+    found["stale_files"] = [record.path for record in stale_ready_files()]
     if as_json:
         click.echo(json.dumps(found))
     elif is_clean(found):
@@ -43,19 +47,3 @@ def command(zmq: str | None, ready_file: Path | None, token: str, as_json: bool)
             for item in items if isinstance(items, list) else [items] if items else []:
                 click.echo(f"{what}: {item}")
     sys.exit(0 if is_clean(found) else 1)
-
-
-def _stale_processes() -> list[dict[str, Any]]:
-    """Return our actors whose supervisor is gone."""
-    stale = []
-    for process in psutil.process_iter(["pid", "ppid", "cmdline"]):
-        arguments = process.info["cmdline"] or []
-        if "pdactors.actors" not in arguments[:4]:
-            continue
-        try:
-            parent = psutil.Process(process.info["ppid"]).cmdline()
-        except psutil.NoSuchProcess:
-            parent = []
-        if not any("pdactors" in argument for argument in parent):
-            stale.append({"pid": process.info["pid"], "command": " ".join(arguments[1:])})
-    return stale

@@ -23,6 +23,7 @@ COMMANDS = {
     "scale": ("pdactors.cli.scale", "Start or drain engines until a node has so many."),
     "verify": ("pdactors.cli.verify", "Compare greedy tokens with transformers, token by token."),
     "leaks": ("pdactors.cli.leaks", "Look for leases, blocks and processes that are held for nobody."),
+    "chaos": ("pdactors.cli.chaos", "Hurt a cluster while it answers, and check every answer."),
     "bench": ("pdactors.cli.bench", "Measure, each figure beside its reference."),
     "calibrate": ("pdactors.cli.calibrate", "Measure what steps and transfers cost here, for `simulate`."),
     "simulate": ("pdactors.cli.simulate", "Predict what `bench serve` would measure."),

@@ -29,6 +29,7 @@ class Sequence:
     path: Path = "none"  # how it came there
     path_reason: str = ""
     tokens: list[int] = field(default_factory=list)  # generated, the first by the prefill
+    num_given: int = 0  # of the tokens: those that it came with
     blocks: list[int] = field(default_factory=list)
     borrowed: set[int] = field(default_factory=set)
     lent: dict[int, int] = field(default_factory=dict)
@@ -61,6 +62,8 @@ class Sequence:
             is_urgent=message.priority == "interactive",
             saves_kv=message.save_final_kv,
             ship_to=message.ship_to,
+            tokens=list(message.generated),
+            num_given=len(message.generated),
         )
 
     @classmethod
@@ -76,7 +79,8 @@ class Sequence:
             handle=message.handle,
             path=message.path,
             path_reason=message.path_reason,
-            tokens=[message.first_token],
+            tokens=list(message.generated),
+            num_given=len(message.generated),
             num_pruned=message.handle.num_pruned,
         )
 
@@ -124,17 +128,17 @@ class Sequence:
         """Return how many slots of the table the first `num_tokens` tokens take, the prompt at least."""
         return num_tokens - self.num_pruned
 
-    def unannounced(self, block_tokens: int) -> tuple[int, tuple[int, ...]]:
-        """Return the full blocks of the table that were not announced, without borrowed ones, and the first's index.
+    def unannounced(self, block_tokens: int) -> list[tuple[int, tuple[int, ...]]]:
+        """Return the runs of our own full blocks that were not announced, each with its first index in the table.
 
         There are none where nobody waits for them, or the prompt is complete: its last blocks go with the hand-over.
         """
         start, stop = self.num_announced, self.num_stored // block_tokens
-        if not self.ship_to or self.tokens:
-            return start, ()
-        while start < stop and self.blocks[start] in self.borrowed:
-            start += 1
-        return start, tuple(self.blocks[start:stop])
+        if not self.ship_to or len(self.tokens) > self.num_given:
+            return []
+        runs = groupby(range(start, stop), key=lambda index: self.blocks[index] in self.borrowed)
+        own = [list(run) for is_borrowed, run in runs if not is_borrowed]
+        return [(run[0], tuple(self.blocks[run[0] : run[-1] + 1])) for run in own]
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Return known tokens `start .. stop`."""

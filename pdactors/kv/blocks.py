@@ -214,6 +214,10 @@ class BlockPool:
             raise InvariantError(f"insert: block {block} is not in use")
         return self._prefixes.insert(digest, block, parent)
 
+    def digests(self) -> list[bytes]:
+        """Return the digests of all that is cached."""
+        return self._prefixes.digests()
+
     def drain_events(self) -> Changes:
         """Return the digests added and evicted since the last call."""
         return self._prefixes.drain_events()

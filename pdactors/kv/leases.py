@@ -77,6 +77,11 @@ class Lessor:
         rows = slice(own.start, own.stop)
         self._next_generation = 1 + max(int(table.generation[rows].max()), int(table.revoked[rows].max()))
 
+    @property
+    def num_left(self) -> int:
+        """Records that are in use for nothing."""
+        return len(self._free)
+
     def grant(self, request: str, attempt: int, blocks: Sequence[int], deadline: float) -> Lease:
         """Publish a lease of `blocks` that ends at `deadline` unless its holder renews it.
 

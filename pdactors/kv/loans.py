@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdactors.errors import InvariantError
+from pdactors.errors import InvariantError, Overloaded
 from pdactors.kv.blocks import BlockPool
 from pdactors.kv.lease_table import LeaseTable
 from pdactors.kv.leases import Ended, Holder, LeaseLost, Lessor, LiveLease
@@ -47,10 +47,24 @@ class Loans:
         Raises:
             Overloaded: every lease record is in use.
         """
-        lease = self._lessor.grant(*key, blocks, now + self._lease_s)
-        self._pool.lease(blocks)
+        self._pool.lease(blocks)  # first, so that no record names what is not ours
+        try:
+            lease = self._lessor.grant(*key, blocks, now + self._lease_s)
+        except (Overloaded, ValueError):
+            self._pool.unlease(blocks)
+            raise
         self._lent.setdefault(key, []).append(lease)
         return lease
+
+    @property
+    def lent_for(self) -> tuple[Key, ...]:
+        """Whom something is lent for."""
+        return tuple(self._lent)
+
+    @property
+    def num_left(self) -> int:
+        """How many leases more could be given."""
+        return self._lessor.num_left
 
     def is_lent(self, key: Key, lease: Lease) -> bool:
         """Whether we still honour that lease."""

@@ -162,6 +162,10 @@ class PrefixCache:
                 freed.append(entry.block)
         return freed
 
+    def digests(self) -> list[bytes]:
+        """Return every digest that has a block."""
+        return list(self._entries)
+
     def drain_events(self) -> Changes:
         """Return what changed since the last call; what came and went in between is left out."""
         changes, self._changes = self._changes, {}

@@ -135,7 +135,7 @@ class _Reported:
         yield self._gauge("pdactors:leases", "Leases that it gave and that live.", _of_engine(lambda r: len(r.leases)))
         yield self._counter("pdactors:leases_expired", "Leases that ran out.", _of_engine(_count("leases_expired")))
         yield self._counter("pdactors:retries", "Prefills given to another engine.", _of_router(_count("retries")))
-        yield self._counter("pdactors:dropped_messages", "Late, duplicate or unknown messages.", lambda r: r.dropped)
+        yield self._dropped()
         yield self._gauges("pdactors:kv_blocks", "KV blocks by state.", "state", _blocks)
         yield self._gauges("pdactors:step_seconds", "Durations of recent steps.", "quantile", _steps)
         yield self._gauges("pdactors:device_flops_share", "Share of FLOP/s in recent steps.", "phase", _flops)
@@ -157,6 +157,14 @@ class _Reported:
         family = CounterMetricFamily(name, what, labels=LABELS)
         for labels, found in self._values(value):
             family.add_metric(labels, found)
+        return family
+
+    def _dropped(self) -> Metric:
+        what = "Late, duplicate, unknown or malformed messages."
+        family = CounterMetricFamily("pdactors:dropped_messages", what, labels=(*LABELS, "kind"))
+        for report in self.reports:
+            for kind, count in report.dropped.items():
+                family.add_metric([*self._labels(report), kind], count)
         return family
 
     def _gauges(

@@ -17,7 +17,17 @@ from pdactors.stamps import Clock, Detail, Stamps
 
 HOME = ("gateway", "router")  # they are of one node, and read one clock
 RECEIVED, TOKENISED, DONE, FAILED = "received", "tokenised", "done", "failed"  # stamps of the gateway
-STAGES = ("queued", "pinning", "prefilling", "waiting", "migrating", "adopting", "decoding")  # of the router
+STAGES = (
+    "queued",
+    "held",
+    "pinning",
+    "prefilling",
+    "waiting",
+    "migrating",
+    "adopting",
+    "decoding",
+    "resuming",
+)  # of the router
 _ON_THE_WAY = {"waiting": "waiting for decode", "migrating": "KV moves", "adopting": "to decode"}
 _TO_CLIENT = "to the client"
 

@@ -78,6 +78,6 @@ def refusal(
         return BadRequest(
             f"max_tokens: {answer} after a prompt of {prompt} tokens do not fit; kv.memory holds {size} of a sequence"
         )
-    if queued >= limits.max_queue:
+    if queued >= limits.max_queue and ask.attempt == 1:  # what was admitted once is not turned away
         return Overloaded(f"{queued} requests are waiting (router.max_queue)", retry_after_s=retry_after_s)
     return None

@@ -32,7 +32,7 @@ class Chooser:
         cached = {view.name: self._num_readable(request, view.name) for view in views}
         target = choose_prefill(
             views,
-            len(request.ask.prompt),
+            request.num_tokens,
             cached=cached,
             decodes=decodes,
             can_migrate=self._limits.can_migrate,
@@ -51,7 +51,7 @@ class Chooser:
             for name, digests in self._requests.under_way[engine].items():
                 leader = self._requests[name]
                 shared = next((i for i, digest in enumerate(unknown) if digest not in digests), len(unknown))
-                is_worth_it = 2 * shared * self._limits.block_tokens >= len(leader.ask.prompt) - leader.num_cached
+                is_worth_it = 2 * shared * self._limits.block_tokens >= leader.num_tokens - leader.num_cached
                 if shared and is_worth_it and leader.rank <= request.rank:
                     return leader
         return None
@@ -77,9 +77,9 @@ class Chooser:
         if load.blocks_lacking == 0 or load.blocks.leased_out == 0:
             return None
         lent = [r for r in self._requests.values() if r.stage == Stage.DECODING and r.prefill == name]
-        for request in sorted(lent, key=lambda r: -len(r.ask.prompt)):
+        for request in sorted(lent, key=lambda r: -r.num_tokens):
             holder = self._fleet.engines.get(request.decode)
-            size = len(request.ask.prompt) // self._limits.block_tokens
+            size = request.num_tokens // self._limits.block_tokens
             if holder is not None and not request.is_copied and size < holder.load.blocks.free:
                 return request
         return None

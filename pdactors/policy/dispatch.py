@@ -27,6 +27,7 @@ from pdactors.messages import (
     Prefill,
     Prefilled,
     Release,
+    Resume,
     Stranded,
 )
 from pdactors.policy import tasks
@@ -36,10 +37,10 @@ from pdactors.policy.chooser import Chooser
 from pdactors.policy.fleet import FleetState
 from pdactors.policy.prefix_keys import PrefixKeys
 from pdactors.policy.requests import Request, RequestTable, Stage
+from pdactors.policy.retries import ASK_AGAIN_S, MAX_ATTEMPTS, backoff_s
 from pdactors.policy.tasks import Order
 from pdactors.policy.transfer import Way
-
-MAX_ATTEMPTS = 3
+from pdactors.token_ids import TokenIds
 
 
 class Dispatcher:
@@ -72,16 +73,10 @@ class Dispatcher:
                 self.requests.plan(request, "")
             if request.gateway == name:
                 orders += self._end(request)
-            elif request.stage == Stage.MIGRATING and name in (request.prefill, request.decode, *request.movers):
-                orders += self._retry(request, name)
-            elif request.stage == Stage.PREFILLING and name in self._givers(request):
-                orders += self._retry(request, name)
-            elif name != request.engine and name != request.prefill:
-                orders += self.borrowing.lost(request, name, now) if request.stage == Stage.PINNING else []
-            elif request.stage in (Stage.PINNING, Stage.WAITING):
-                orders += self._retry(request, name)
-            elif request.decode == name:
-                orders += self._reject(request, errors.WorkerLost(f"{name} was lost while it decoded the request"))
+            elif self._needs(request, name):
+                orders += self._retry(request, name, now)
+            elif request.stage == Stage.PINNING:
+                orders += self.borrowing.lost(request, name, now)
         return orders + self._advance(now)
 
     def migrator_ready(self, member: Member, now: float) -> list[Order]:
@@ -108,13 +103,24 @@ class Dispatcher:
         if ask.request in self.requests:
             return self._drop(ask)
         self._num_asked += 1
-        keys = PrefixKeys(ask.prompt, self.limits.block_tokens, self.limits.prefix_key)
-        request = Request(ask, gateway, now, self._num_asked, keys)
+        keys = self._keys(ask, ask.generated)
+        request = Request(ask, gateway, now, self._num_asked, keys, ask.attempt, ask.generated)
         queued, sizes = self.requests.num_unplaced, self.fleet.sequence_sizes(self.limits.block_tokens)
         refused = refusal(ask, self.limits, sizes, queued, self._pace.retry_after_s(queued, now))
         if refused is not None:
             return [Order(gateway, tasks.reject(request, refused))]
         self.requests.add(request)
+        return self._advance(now)
+
+    def resume(self, gateway: str, message: Resume, now: float) -> list[Order]:
+        """Begin the next attempt after the tokens that the client has."""
+        request = self.requests.get(message.request)
+        is_asked = request is not None and request.stage == Stage.RESUMING and request.attempt == message.attempt
+        if request is None or not is_asked or request.gateway != gateway:
+            return self._drop(message)
+        request.generated = message.generated
+        request.keys = self._keys(request.ask, message.generated)
+        self.requests.move(request, Stage.QUEUED)
         return self._advance(now)
 
     def cancel(self, message: Cancel, now: float) -> list[Order]:
@@ -160,7 +166,7 @@ class Dispatcher:
             return self._drop(message)
         if sender not in (request.movers if request.stage == Stage.MIGRATING else self._givers(request)):
             return self._drop(message)
-        return self._retry(request, sender, message.reason) + self._advance(now)
+        return self._retry(request, sender, now, message.reason) + self._advance(now)
 
     def adopted(self, sender: str, message: Adopted) -> list[Order]:
         """A decode engine runs the sequence."""
@@ -183,7 +189,10 @@ class Dispatcher:
         request = self._current(sender, message)
         if request is None:
             return self._drop(message)
-        return self._reject(request, errors.error_for(message.code, message.message)) + self._advance(now)
+        error = errors.error_for(message.code, message.message)
+        if isinstance(error, errors.WorkerLost):  # it lost what it read, or where it came from
+            return self._retry(request, sender, now, message.message) + self._advance(now)
+        return self._reject(request, error) + self._advance(now)
 
     def undelivered(self, name: str, message: Prefill | Decode | Migrate, now: float) -> list[Order]:
         """An order did not reach whom it was for, who gets no others until he is heard again: try elsewhere."""
@@ -193,12 +202,9 @@ class Dispatcher:
             return []
         if request.pull and name in request.pull:
             return self.borrowing.failed(request, now)
-        involved = (request.engine, request.prefill, *request.movers)
-        if request.stage in (Stage.PREFILLING, Stage.MIGRATING) and name in involved:
-            return self._retry(request, name, "it cannot be reached") + self._advance(now)
-        if request.engine != name:
+        if not self._needs(request, name):
             return []
-        return self._reject(request, errors.WorkerLost(f"{name} cannot be reached")) + self._advance(now)
+        return self._retry(request, name, now, "it cannot be reached") + self._advance(now)
 
     def tick(self, now: float) -> list[Order]:
         """End what is overdue, and wait no longer for owners that do not answer."""
@@ -214,6 +220,8 @@ class Dispatcher:
                 )
             elif request.stage == Stage.PINNING:
                 orders += self.borrowing.overdue(request, now)
+            elif request.stage == Stage.RESUMING and now >= request.resume_s:
+                orders += self._ask(request, now)
         return orders + self._advance(now) if orders else []
 
     def check(self) -> None:
@@ -301,15 +309,19 @@ class Dispatcher:
 
     # ---- Endings --------
 
-    def _retry(self, request: Request, lost: str, reason: str = "it was lost") -> list[Order]:
-        """Compute the prompt again elsewhere; the gateway drops a first token that it has already."""
+    def _retry(self, request: Request, lost: str, now: float, reason: str = "it was lost") -> list[Order]:
+        """Begin the next attempt, unless there were too many, after what the client has of the answer."""
         if request.attempt >= MAX_ATTEMPTS:
             return self._reject(request, errors.WorkerLost(f"{lost} in attempt {request.attempt}: {reason}"))
         orders = self._releases(request)
-        request.holders.clear()
-        request.attempt += 1
-        self.requests.move(request, Stage.QUEUED, why=f"{lost}: {reason}")
-        return orders
+        self.requests.move(request, Stage.RESUMING, why=f"{lost}: {reason}")
+        request.resume_s = now + backoff_s(request.attempt)
+        return orders + (self._ask(request, now) if request.resume_s <= now else [])
+
+    def _ask(self, request: Request, now: float) -> list[Order]:
+        """Ask the gateway what the client has; it takes nothing of earlier attempts from then on."""
+        request.resume_s = now + ASK_AGAIN_S
+        return [Order(request.gateway, Resume(request.ask.request, request.attempt))]
 
     def _reject(self, request: Request, error: errors.PDError) -> list[Order]:
         return [Order(request.gateway, tasks.reject(request, error)), *self._end(request, error.code)]
@@ -325,6 +337,16 @@ class Dispatcher:
         """Have somebody let go whose part is over."""
         request.holders.discard(name)
         return [Order(name, Release(request.ask.request, request.attempt))]
+
+    def _keys(self, ask: Generate, generated: TokenIds) -> PrefixKeys:
+        return PrefixKeys([*ask.prompt, *generated], self.limits.block_tokens, self.limits.prefix_key)
+
+    def _needs(self, request: Request, name: str) -> bool:
+        """Whether the attempt is over when that actor is lost."""
+        if request.stage == Stage.PREFILLING:
+            return name in self._givers(request)
+        is_mover = request.stage == Stage.MIGRATING and name in (request.prefill, *request.movers)
+        return name == request.engine or is_mover
 
     def _givers(self, request: Request) -> tuple[str, ...]:
         """Return who can hand the prompt over: its prefill engine, and the store that it publishes to."""

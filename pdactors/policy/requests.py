@@ -1,12 +1,14 @@
 """The router's request table: every request in flight, found by id, by stage and by engine. Pure.
 
 QUEUED --place--> PREFILLING --prefilled--> WAITING --decode has room--> ADOPTING --adopted--> DECODING
- |  ^               ^    |                   |  |                           ^
- |  |               |    |                   |  +--elsewhere--> MIGRATING --+
- |  +--prefill lost-|----+-------------------+----------------------+      any stage: finished, failed, cancelled,
- |                  |                                                                  timed out -> gone
- +-----> PINNING ---+  others lend the prompt's beginning (and back to QUEUED when the prefill is lost)
- +-----> HELD, while another request computes the prompt's beginning for the store, and back to QUEUED
+ |  ^               ^                        |                              ^
+ |  |               |                        +--elsewhere--> MIGRATING -----+
+ +--|--> PINNING ---+  others lend the prompt's beginning
+ +--|--> HELD, while another request computes the prompt's beginning for the store, and back to QUEUED
+    |
+    +-- the gateway says what the client has -- RESUMING <-- who has it is lost -- any other
+
+any: finished, failed, cancelled, timed out -> gone
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pdactors.errors import InvariantError
 from pdactors.messages import Generate, Prefilled, Segment
 from pdactors.policy.prefix_keys import PrefixKeys
 from pdactors.policy.transfer import NO_WAY, Way
+from pdactors.token_ids import NO_TOKENS, TokenIds
 
 MAX_MOVES = 100_000  # that are kept for someone to drain
 
@@ -35,20 +38,22 @@ class Stage(StrEnum):
     MIGRATING = "migrating"
     ADOPTING = "adopting"
     DECODING = "decoding"
+    RESUMING = "resuming"
 
 
 _LEGAL = {
     Stage.QUEUED: {Stage.HELD, Stage.PINNING, Stage.PREFILLING},
     Stage.HELD: {Stage.QUEUED},
-    Stage.PINNING: {Stage.PREFILLING, Stage.QUEUED},
-    Stage.PREFILLING: {Stage.WAITING, Stage.QUEUED},
-    Stage.WAITING: {Stage.ADOPTING, Stage.MIGRATING, Stage.QUEUED},
-    Stage.MIGRATING: {Stage.ADOPTING, Stage.QUEUED},
-    Stage.ADOPTING: {Stage.DECODING},
-    Stage.DECODING: set[Stage](),
+    Stage.PINNING: {Stage.PREFILLING, Stage.RESUMING},
+    Stage.PREFILLING: {Stage.WAITING, Stage.RESUMING},
+    Stage.WAITING: {Stage.ADOPTING, Stage.MIGRATING, Stage.RESUMING},
+    Stage.MIGRATING: {Stage.ADOPTING, Stage.RESUMING},
+    Stage.ADOPTING: {Stage.DECODING, Stage.RESUMING},
+    Stage.DECODING: {Stage.RESUMING},
+    Stage.RESUMING: {Stage.QUEUED},
 }
 
-_UNPLACED = {Stage.QUEUED, Stage.HELD}
+_UNPLACED = {Stage.QUEUED, Stage.HELD, Stage.RESUMING}  # at no engine
 _COMPUTING = {Stage.PINNING, Stage.PREFILLING}
 _AT_DECODE = {Stage.MIGRATING, Stage.ADOPTING, Stage.DECODING}
 
@@ -63,6 +68,7 @@ class Request:
     number: int  # counts arrivals
     keys: PrefixKeys  # by which what is cached of the prompt is found
     attempt: int = 1
+    generated: TokenIds = NO_TOKENS  # what the client had when the attempt began
     stage: Stage = Stage.QUEUED
     leader: str = ""  # the request that it is held for
     prefill: str = ""  # who computes the prompt, and then who holds its KV
@@ -79,6 +85,7 @@ class Request:
     pull: tuple[str, ...] = ()  # the migrators that bring it from another node
     pinned_s: float = 0.0  # when they were asked
     is_copied: bool = False  # the decode engine was told to read copies of its own
+    resume_s: float = 0.0  # when the gateway is to be asked, or asked again, what the client has
     holders: set[str] = field(default_factory=set)
 
     @property
@@ -87,13 +94,18 @@ class Request:
         return self.ask.priority != "interactive", self.number
 
     @property
+    def num_tokens(self) -> int:
+        """What prefill has to compute: the prompt, and what was generated after it."""
+        return len(self.ask.prompt) + len(self.generated)
+
+    @property
     def digests(self) -> tuple[bytes, ...]:
         """Digests of the prompt's full blocks that need not be computed where they are cached."""
         return self.keys.digests
 
     @property
     def engine(self) -> str:
-        """The engine that the request is accounted to; "" while it is queued."""
+        """The engine that the request is accounted to; "" while there is none."""
         return self.decode if self.stage in _AT_DECODE else self.prefill
 
     @property
@@ -228,12 +240,14 @@ class RequestTable(Mapping[str, Request]):
             raise InvariantError(f"request {request.ask.request}: {request.stage} -> {stage} is not a legal move")
         self._leave(request)
         request.stage = stage
-        if stage == Stage.QUEUED:
+        if stage == Stage.RESUMING:
+            request.attempt += 1
             request.prefill, request.decode, request.prefilled = "", "", None
             request.movers, request.planned = (), ""
-            request.num_cached = 0
+            request.num_cached, request.is_copied = 0, False
             request.pins.clear()
             request.prefix.clear()
+            request.holders.clear()
             request.pull = ()
         elif stage in (Stage.PINNING, Stage.PREFILLING):
             request.prefill = engine
@@ -315,7 +329,7 @@ class RequestTable(Mapping[str, Request]):
             self._count_at(request.planned, sign)
         assigned = self._count_at(request.engine, sign)
         if request.stage in (Stage.PINNING, Stage.PREFILLING):
-            assigned.num_tokens += sign * (len(request.ask.prompt) - request.num_cached)
+            assigned.num_tokens += sign * (request.num_tokens - request.num_cached)
             under_way = self.under_way.setdefault(request.engine, {})
             begun = self.beginnings.setdefault(request.digests[0], set()) if request.digests else set[str]()
             if sign > 0:

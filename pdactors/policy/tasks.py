@@ -7,6 +7,7 @@ from typing import NamedTuple
 from pdactors.errors import InvariantError, PDError
 from pdactors.messages import Decode, KVHandle, Message, Migrate, Prefill, Prefilled, Rejected
 from pdactors.policy.requests import Request
+from pdactors.token_ids import TokenIds
 
 
 class Order(NamedTuple):
@@ -29,6 +30,7 @@ def prefill(request: Request) -> Prefill:
         tuple(sorted(request.prefix, key=lambda segment: segment.start)),
         request.movers[-1] if request.planned else "",
         request.prefix_tokens,
+        generated=request.generated,
     )
 
 
@@ -48,7 +50,7 @@ def decode(request: Request, handle: KVHandle, now: float) -> Decode:
         request=ask.request,
         attempt=request.attempt,
         prompt=ask.prompt,
-        first_token=done.first_token,
+        generated=TokenIds.of([*request.generated, done.first_token]),
         sampling=ask.sampling,
         handle=handle,
         sent_s=done.sent_s,

@@ -261,17 +261,15 @@ class SimEngine:
         self._tell_router(Prefilled(*sequence.key, 0, handle, self.node.clock.now))
 
     def _announce(self, took_part: list[Sequence]) -> None:
-        for sequence in took_part:
-            start, blocks = sequence.unannounced(self.node.layout.block_tokens)
-            if not blocks or sequence not in self.engine.running:
-                continue
-            lease = self.node.leases.lend(self.member.name, sequence.key, self.pool, blocks)
-            sequence.num_announced = start + len(blocks)
-            segment = Segment(self.member.name, lease, start, blocks)
-            priority: Priority = "interactive" if sequence.is_urgent else "batch"
-            digests = tuple(sequence.digests)
-            message = Announce(*sequence.key, sequence.ship_to, segment, len(sequence.prompt), digests, priority)
-            self.node.tell_mover(message)
+        for sequence in [sequence for sequence in took_part if sequence in self.engine.running]:
+            for start, blocks in sequence.unannounced(self.node.layout.block_tokens):
+                lease = self.node.leases.lend(self.member.name, sequence.key, self.pool, blocks)
+                sequence.num_announced = start + len(blocks)
+                segment = Segment(self.member.name, lease, start, blocks)
+                priority: Priority = "interactive" if sequence.is_urgent else "batch"
+                digests = tuple(sequence.digests)
+                message = Announce(*sequence.key, sequence.ship_to, segment, sequence.num_tokens, digests, priority)
+                self.node.tell_mover(message)
 
     def _leave(self, sequence: Sequence) -> None:
         self.engine.remove(sequence)

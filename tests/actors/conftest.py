@@ -25,12 +25,14 @@ from pdactors.messages import (
     Hello,
     Load,
     Message,
+    Resume,
     Role,
     Welcome,
     control_decoder,
     decode,
     encode,
 )
+from pdactors.token_ids import TokenIds
 from pdactors.transport import Channel
 from pdactors.transport.inproc import InprocTransport
 from pdactors.version import VERSION
@@ -227,6 +229,11 @@ class Cluster:
 
     async def news(self, name: str, where: Callable[[Fleet], object]) -> Fleet:
         return await self.peers[name].expect(Fleet, where)
+
+    async def resume(self, *generated: int) -> None:
+        """Let the gateway say what its client has of the request whose attempt was lost."""
+        question = await self.peers["gateway"].expect(Resume)
+        self.peers["gateway"].send(msgspec.structs.replace(question, generated=TokenIds.of(generated)))
 
     def __getitem__(self, name: str):
         return self.peers[name]

@@ -164,6 +164,7 @@ async def test_an_engine_that_dies_while_it_drains_is_not_kept_when_it_comes_bac
         await cluster["p"].expect(Prefill)
         await ask(cluster, DrainActor(1, "p"))
         cluster[SUPERVISOR].send(Exited("p", 1))
+        await cluster.resume()
         assert (await cluster["p1"].expect(Prefill)).attempt == 2
         assert not cluster[MIGRATOR].of(Retired), "its successor takes its memory over"
         await cluster.join("p", Heartbeat("starting"), incarnation=2)

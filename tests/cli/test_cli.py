@@ -197,7 +197,7 @@ def test_leaks_is_clean_and_exits_with_0(cluster: Cluster, run: Run) -> None:
 
 
 def test_leaks_finds_an_actor_without_a_supervisor_and_exits_with_1(run_alone: Run, wait: Any) -> None:
-    script = "import subprocess, sys; subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE); sys.exit()"
+    script = "import os, subprocess, sys; subprocess.Popen([*sys.argv[1:], str(os.getpid())], stdin=subprocess.PIPE)"
     sleep = [sys.executable, "-c", "import time; time.sleep(60)", "pdactors.actors", "n0/decode-0", "deadbeef"]
     subprocess.run([sys.executable, "-c", script, *sleep], check=True)
     result = run_alone("leaks", "--json")

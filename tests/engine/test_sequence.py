@@ -85,3 +85,25 @@ def test_its_table_is_described_run_by_run_under_whoever_lends_it():
         Segment("d", theirs, 3, (103,)),
         Segment("p", ours, 4, (8,)),
     )
+
+
+@pytest.mark.parametrize(
+    ("borrowed", "announced", "stored", "runs"),
+    [
+        (set(), 0, 15, [(0, (10, 11, 12))]),
+        ({10}, 0, 12, [(1, (11, 12))]),
+        ({11}, 0, 16, [(0, (10,)), (2, (12, 13))]),
+        ({11, 13}, 1, 16, [(2, (12,))]),
+        ({10, 11, 12, 13}, 0, 16, []),
+        (set(), 2, 11, []),
+    ],
+)
+def test_what_is_not_announced_lies_in_runs_around_what_is_borrowed(borrowed, announced, stored, runs):
+    sequence = make(blocks=[10, 11, 12, 13], borrowed=borrowed, num_announced=announced, num_stored=stored, ship_to="m")
+    assert sequence.unannounced(4) == runs
+
+
+def test_nothing_is_announced_for_nobody_or_once_the_prompt_is_complete():
+    assert make(blocks=[1, 2], num_stored=8).unannounced(4) == []
+    assert make(blocks=[1, 2], num_stored=8, ship_to="m", tokens=[7]).unannounced(4) == []
+    assert make(blocks=[1, 2], num_stored=8, ship_to="m", tokens=[7], num_given=1).unannounced(4) == [(0, (1, 2))]

@@ -165,6 +165,16 @@ def test_a_full_table_lends_nothing_and_changes_nothing(lender: House) -> None:
     assert len(lender.loans.live()) == 3
 
 
+def test_what_is_not_ours_is_lent_to_nobody_and_a_successor_hears_nothing_of_it(lender: House) -> None:
+    (own,) = lender.pool.allocate(1)
+    with pytest.raises(InvariantError, match="not owned"):
+        lender.loans.lend(KEY, [own, NUM_BLOCKS], 0.0)
+    assert lender.loans.live() == []
+    assert lender.pool.account() == Blocks(total=8, free=7, used=1)
+    lender.pool.free([own])
+    assert lender.succeed() == 0
+
+
 def test_lent_blocks_that_are_cached_stay_cached_when_they_come_back(lender: House, borrower: House) -> None:
     blocks = lender.pool.allocate(1)
     lender.pool.insert(b"digest", blocks[0], None)

@@ -26,7 +26,16 @@ LOAD = Load(
     decode_use=PhaseUse(5, 0.1, 0.6),
 )
 ROUTER = Report(
-    "router", "router", "n0", "r0", "ready", 1, 1, Load(running=9, waiting=5), dropped=7, counts={"retries": 2}
+    "router",
+    "router",
+    "n0",
+    "r0",
+    "ready",
+    1,
+    1,
+    Load(running=9, waiting=5),
+    dropped={"Finished": 3, "stranger": 4},
+    counts={"retries": 2},
 )
 DECODE = Report("n0/decode-0", "decode", "n0", "r0", "draining", 2, 1, LOAD)
 
@@ -113,7 +122,7 @@ def test_reports_become_gauges_with_the_actors_labels(metrics: Metrics) -> None:
     assert shown.value("pdactors:kv_blocks", state="leased_out", **decode) == 2
     assert shown.value("pdactors:step_seconds", quantile="0.99", **decode) == 0.04
     assert shown.value("pdactors:device_bandwidth_share", phase="decode", **decode) == 0.6
-    assert shown.value("pdactors:dropped_messages_total", actor="router") == 7
+    assert shown.value("pdactors:dropped_messages_total", actor="router", kind="stranger") == 4
     assert shown.value("pdactors:retries_total") == 2
     assert shown.value("pdactors:leases_expired_total", **decode) == 0
     up = {name: shown.value("pdactors:up", actor=name) for name in ("router", "n0/decode-0", "n0/prefill-0")}

@@ -20,11 +20,13 @@ from pdactors.messages import (
     Prefilled,
     Rejected,
     Release,
+    Resume,
     Sampling,
     Segment,
 )
-from pdactors.policy.dispatch import MAX_ATTEMPTS, Dispatcher, Limits, Order
+from pdactors.policy.dispatch import Dispatcher, Limits, Order
 from pdactors.policy.requests import Stage
+from pdactors.policy.retries import ASK_AGAIN_S, MAX_ATTEMPTS, backoff_s
 from pdactors.token_ids import TokenIds
 
 GATEWAY = "gateway"
@@ -86,6 +88,16 @@ def releases(stage, without="", attempt=1):
     return [Order(name, Release("r", attempt)) for name in HOLDERS[stage] if name != without]
 
 
+def resume(dispatcher, *generated, attempt=2, now=1.0):
+    """Have the gateway say what the client of r has."""
+    return dispatcher.resume(GATEWAY, Resume("r", attempt, TokenIds.of(generated)), now)
+
+
+def asked(attempt=2):
+    """What the gateway is told when an attempt was lost."""
+    return Order(GATEWAY, Resume("r", attempt))
+
+
 # ---- The way of a request --------
 
 
@@ -100,7 +112,7 @@ def test_a_prefilled_request_goes_to_decode_with_its_handle():
     dispatcher = to_stage("prefilling")
     done = prefilled()
     assert dispatcher.prefilled("p", done, 1.0) == [
-        Order("d", Decode("r", 1, prompt(), 42, SAMPLING, done.handle, 1.0, path_reason="same memory"))
+        Order("d", Decode("r", 1, prompt(), TokenIds.of([42]), SAMPLING, done.handle, 1.0, path_reason="same memory"))
     ]
     assert dispatcher.requests["r"].stage == "adopting"
 
@@ -298,15 +310,18 @@ def test_room_that_a_timeout_makes_is_used():
 @pytest.mark.parametrize("stage", ["prefilling", "waiting"])
 def test_a_lost_prefill_costs_an_attempt_not_the_request(stage):
     dispatcher = to_stage(stage, "p", "p1", "d")
-    (order,) = dispatcher.lost("p", 1.0)
-    assert (order.to, type(order.message), order.message.attempt) == ("p1", Prefill, 2)
+    assert dispatcher.lost("p", 1.0) == [asked()]
+    dispatcher.check()
+    (order,) = resume(dispatcher)
+    assert (order.to, order.message) == ("p1", Prefill("r", 2, prompt(), SAMPLING))
     dispatcher.check()
 
 
 @pytest.mark.parametrize("stage", ["prefilling", "waiting"])
 def test_the_requests_of_a_lost_prefill_that_was_the_only_one_wait_for_its_successor(stage):
     dispatcher = to_stage(stage)
-    assert dispatcher.lost("p", 1.0) == []
+    assert dispatcher.lost("p", 1.0) == [asked()]
+    assert resume(dispatcher) == []
     request = dispatcher.requests["r"]
     assert (request.stage, request.attempt, request.prefilled, request.holders) == ("queued", 2, None, set())
     dispatcher.check()
@@ -318,6 +333,7 @@ def test_the_requests_of_a_lost_prefill_that_was_the_only_one_wait_for_its_succe
 def test_a_request_whose_lost_prefill_has_no_successor_ends_by_its_deadline():
     dispatcher = to_stage("prefilling")
     dispatcher.lost("p", 1.0)
+    resume(dispatcher)
     (order,) = dispatcher.tick(100.5)
     assert (order.to, order.message.code) == (GATEWAY, "timeout")
     assert order.message.message == "queued when its time ran out after 100.5 s"
@@ -327,28 +343,85 @@ def test_a_request_whose_prefill_was_lost_is_queued_before_the_younger():
     dispatcher = to_stage("prefilling", "p", "p1", "d", room=1)
     dispatcher.generate(GATEWAY, ask("other"), 0.5)
     dispatcher.generate(GATEWAY, ask("younger"), 0.5)
-    assert dispatcher.lost("p", 1.0) == []
+    assert dispatcher.lost("p", 1.0) == [asked()]
+    assert resume(dispatcher) == []
     (order,) = dispatcher.joined(member("p", incarnation=2), load(1), 2.0)
     assert (order.message.request, order.message.attempt) == ("r", 2)
 
 
-def test_attempts_are_counted_and_end():
+def test_attempts_are_counted_pause_longer_and_longer_and_end():
     dispatcher = to_stage("prefilling", "p", "p1", "d", room=1)
     dispatcher.generate(GATEWAY, ask("other"), 0.5)  # keeps p1 busy
+    now = 1.0
     for i in range(2, MAX_ATTEMPTS + 1):
-        assert dispatcher.lost("p", 1.0) == []
-        assert dispatcher.joined(member("p", incarnation=i), load(1), 1.0)[0].message.attempt == i
-    (order,) = dispatcher.lost("p", 1.0)
+        orders = dispatcher.lost("p", now)
+        if pause := backoff_s(i):
+            assert orders == dispatcher.tick(now + 0.9 * pause) == []
+            now += pause
+            orders = dispatcher.tick(now)
+        assert orders == [asked(i)]
+        assert resume(dispatcher, attempt=i, now=now) == []
+        assert dispatcher.joined(member("p", incarnation=i), load(1), now)[0].message.attempt == i
+    (order,) = dispatcher.lost("p", now)
     assert (order.to, order.message.code) == (GATEWAY, "worker_lost")
     assert set(dispatcher.requests) == {"other"}
+    assert 0 == backoff_s(2) < backoff_s(3) < backoff_s(4)
 
 
 @pytest.mark.parametrize("stage", ["adopting", "decoding"])
-def test_a_lost_decode_ends_its_requests(stage):
-    dispatcher = to_stage(stage)
-    rejected, *rest = dispatcher.lost("d", 1.0)
-    assert (rejected.to, rejected.message.code) == (GATEWAY, "worker_lost")
-    assert rest == releases(stage, without="d")
+def test_the_requests_of_a_lost_decode_go_on_after_what_their_clients_have(stage):
+    dispatcher = to_stage(stage, "p", "d", "d1")
+    loser = dispatcher.requests["r"].decode
+    released, question = dispatcher.lost(loser, 1.0)
+    assert released == Order("p", Release("r", 1))
+    assert question == asked()
+    (order,) = resume(dispatcher, 42, 7, 8)
+    assert order == Order("p", Prefill("r", 2, prompt(), SAMPLING, generated=TokenIds.of([42, 7, 8])))
+    (order,) = dispatcher.prefilled("p", prefilled(attempt=2), 2.0)
+    assert (order.to, type(order.message)) == (({"d", "d1"} - {loser}).pop(), Decode)
+    assert list(order.message.generated) == [42, 7, 8, 42]
+    dispatcher.check()
+
+
+def test_what_was_generated_is_found_in_prefix_caches_and_counted_as_work():
+    dispatcher = to_stage("decoding", "p", "p1", "d")
+    dispatcher.lost("d", 1.0)
+    resume(dispatcher, *range(10))
+    request = dispatcher.requests["r"]
+    assert len(request.digests) == (5 + 10 - 1) // 4
+    assert dispatcher.requests.assigned[request.prefill].num_tokens == 15
+
+
+def test_a_gateway_that_does_not_answer_is_asked_again_and_only_it_is_heard():
+    dispatcher = to_stage("decoding")
+    assert asked() in dispatcher.lost("d", 1.0)
+    assert dispatcher.tick(1.0 + ASK_AGAIN_S / 2) == []
+    assert dispatcher.tick(1.0 + ASK_AGAIN_S) == [asked()]
+    assert dispatcher.resume("other", Resume("r", 2), 2.0) == []
+    assert resume(dispatcher, attempt=1) == resume(dispatcher, attempt=3) == []
+    assert dispatcher.requests["r"].stage == "resuming"
+    (order,) = resume(dispatcher)
+    assert order.message.attempt == 2
+    assert resume(dispatcher) == []
+    assert dispatcher.dropped == {"Resume": 4}
+
+
+def test_an_engine_that_lost_what_it_read_costs_an_attempt():
+    dispatcher = to_stage("adopting")
+    orders = dispatcher.failed("d", Failed("r", 1, "worker_lost", "the lease has ended"), 1.0)
+    assert orders == [*releases("adopting"), asked()]
+
+
+def test_a_request_that_comes_with_an_attempt_goes_on_from_there_and_is_not_turned_away():
+    dispatcher = make("p", "d", max_queue=1, room=1)
+    for name in ("a", "b"):
+        dispatcher.generate(GATEWAY, ask(name), 0.0)
+    assert dispatcher.generate(GATEWAY, ask("c"), 0.0)[0].message.code == "overloaded"
+    assert dispatcher.generate(GATEWAY, ask("r", attempt=3, generated=TokenIds.of([9])), 0.0) == []
+    for name in ("a", "b"):
+        dispatcher.cancel(Cancel(name), 1.0)
+    request = dispatcher.requests["r"]
+    assert (request.stage, request.attempt, list(request.generated)) == ("prefilling", 3, [9])
 
 
 @pytest.mark.parametrize("stage", ["adopting", "decoding"])
@@ -432,25 +505,29 @@ def test_a_cancel_of_the_unknown_is_counted():
 # ---- The table --------
 
 
-@pytest.mark.parametrize("stage", [*EARLY, "migrating", *STAGES])
+@pytest.mark.parametrize("stage", [*EARLY, "migrating", *STAGES, "resuming"])
 def test_only_the_drawn_arrows_can_be_taken(stage):
     arrows = {
         "queued": {"held", "pinning", "prefilling"},
-        "pinning": {"prefilling", "queued"},
-        "prefilling": {"waiting", "queued"},
-        "waiting": {"adopting", "migrating", "queued"},
-        "migrating": {"adopting", "queued"},
-        "adopting": {"decoding"},
-        "decoding": set(),
+        "pinning": {"prefilling", "resuming"},
+        "prefilling": {"waiting", "resuming"},
+        "waiting": {"adopting", "migrating", "resuming"},
+        "migrating": {"adopting", "resuming"},
+        "adopting": {"decoding", "resuming"},
+        "decoding": {"resuming"},
+        "resuming": {"queued"},
     }
     for other in Stage:
-        dispatcher = to_stage("waiting" if stage == "migrating" else stage) if stage not in EARLY else make()
+        begin = {"migrating": "waiting", "resuming": "prefilling"}.get(stage, stage)
+        dispatcher = to_stage(begin) if stage not in EARLY else make()
         dispatcher.generate(GATEWAY, ask(), 0.0)
         request = dispatcher.requests["r"]
         if stage == "pinning":
             dispatcher.requests.move(request, Stage.PINNING, "p")
         elif stage == "migrating":
             dispatcher.requests.move(request, Stage.MIGRATING, "d")
+        elif stage == "resuming":
+            dispatcher.requests.move(request, Stage.RESUMING)
         if other.value in arrows[stage]:
             dispatcher.requests.move(request, other, "x")
             assert request.stage == other

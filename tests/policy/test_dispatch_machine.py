@@ -31,12 +31,14 @@ from pdactors.messages import (
     Prefilled,
     Rejected,
     Release,
+    Resume,
     Sampling,
     Segment,
     Stranded,
 )
 from pdactors.policy.borrowing import PIN_TIMEOUT_S
-from pdactors.policy.dispatch import MAX_ATTEMPTS, Dispatcher, Limits
+from pdactors.policy.dispatch import Dispatcher, Limits
+from pdactors.policy.retries import ASK_AGAIN_S, MAX_ATTEMPTS, backoff_s
 from pdactors.token_ids import TokenIds
 
 ENGINES = {
@@ -99,6 +101,8 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.lent: dict[tuple[str, int], list[Segment]] = {}  # (request, attempt) -> what was answered in time
         self.starving: str = ""  # the engine whose heartbeat said that it lacks what it lends
         self.copied: set[str] = set()
+        self.questions: list[tuple[str, Resume]] = []  # that gateways were asked, and may answer more than once
+        self.generated: dict[str, int] = {}  # how many tokens the client had when the attempt began
         self.moving: dict[tuple[str, int], tuple[str, str]] = {}  # what is on its way: source, destination
         self.arrived: dict[tuple[str, int], KVHandle] = {}
         for name in sorted(fleet):
@@ -203,6 +207,8 @@ class DispatcherMachine(RuleBasedStateMachine):
             assert self.now <= request.arrived_s + TIMEOUT_S
             assert request.ask.deadline_s is None or self.now <= request.ask.deadline_s
             assert request.stage != "pinning" or self.now <= request.pinned_s + PIN_TIMEOUT_S
+            pause = max(ASK_AGAIN_S, backoff_s(request.attempt))
+            assert request.stage != "resuming" or self.now < request.resume_s <= self.now + pause
 
     # ---- The gateway --------
 
@@ -231,6 +237,27 @@ class DispatcherMachine(RuleBasedStateMachine):
             again = Generate(name, TokenIds.of([7]), Sampling())
             self.dropping(lambda: self.dispatcher.generate(self.asked[name], again, self.now))
 
+    @precondition(lambda self: self.questions)
+    @rule(data=st.data(), count=st.integers(0, 4), again=seldom, is_over=seldom)
+    def resume(self, data, count, again, is_over):
+        """A gateway says how far an answer is, in time, late or twice; or that it ended with what came last."""
+        question = data.draw(st.sampled_from(self.questions))
+        if not again:
+            self.questions.remove(question)
+        gateway, asked = question
+        request = self.dispatcher.requests.get(asked.request)
+        if request is not None and is_over:
+            self.cancel(asked.request, True)
+            return
+        message = Resume(asked.request, asked.attempt, TokenIds.of([9] * count))
+        if request is None or (request.stage, request.attempt) != ("resuming", asked.attempt):
+            self.dropping(lambda: self.dispatcher.resume(gateway, message, self.now))
+            return
+        self.generated[asked.request] = count
+        self.obey(self.dispatcher.resume(gateway, message, self.now))
+        assert request.stage != "resuming"
+        assert request.attempt == asked.attempt
+
     @rule(name=names, happens=seldom)
     def cancel(self, name, happens):
         if not happens:
@@ -245,7 +272,9 @@ class DispatcherMachine(RuleBasedStateMachine):
     # ---- Engines that do as they were told --------
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), num_tokens=st.integers(1, 5), how=st.sampled_from(["go on", "go on", "finish", "fail"]))
+    @rule(
+        data=st.data(), num_tokens=st.integers(1, 5), how=st.sampled_from(["go on", "go on", "finish", "fail", "lose"])
+    )
     def work(self, data, num_tokens, how):
         job = data.draw(st.sampled_from(sorted(self.running)))
         engine, name, attempt = job
@@ -259,6 +288,10 @@ class DispatcherMachine(RuleBasedStateMachine):
             self.ends[name] += how == "finish"
         for jobs in self.holding.values():
             jobs.discard(job)  # a finished or failed sequence lets go by itself
+        if how == "lose":  # what it read was taken back
+            self.obey(self.dispatcher.failed(engine, Failed(name, attempt, "worker_lost", "a lease ended"), self.now))
+            assert not is_current or name not in self.dispatcher.requests or request.attempt == attempt + 1
+            return
         if how == "finish":
             self.obey(self.dispatcher.finished(engine, Finished(name, attempt, num_tokens), self.now))
         else:
@@ -331,7 +364,9 @@ class DispatcherMachine(RuleBasedStateMachine):
         name=names,
         sender=some_sender,
         attempt=some_attempt,
-        kind=st.sampled_from(["prefilled", "adopted", "finished", "failed", "pinned", "migrated", "stranded"]),
+        kind=st.sampled_from(
+            ["prefilled", "adopted", "finished", "failed", "pinned", "migrated", "stranded", "resume"]
+        ),
         start=st.integers(0, 7),
     )
     def stray(self, name, sender, attempt, kind, start):
@@ -350,6 +385,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             "adopted": Adopted(name, attempt),
             "finished": Finished(name, attempt, 1),
             "failed": Failed(name, attempt, "internal", "late"),
+            "resume": Resume(name, attempt),
             "migrated": self.arrival(sender, name, attempt),
             "stranded": Stranded(name, attempt, "late"),
         }[kind]
@@ -392,6 +428,9 @@ class DispatcherMachine(RuleBasedStateMachine):
                 assert to == self.asked[message.request]
                 self.ends[message.request] += 1
                 continue
+            if isinstance(message, Resume):
+                self.ask_gateway(to, message)
+                continue
             assert to in self.live, f"{message} goes to {to}, which is lost"
             job = (to, message.request, message.attempt)
             if isinstance(message, Prefill | Decode):
@@ -408,6 +447,15 @@ class DispatcherMachine(RuleBasedStateMachine):
         for name in [name for name in self.holding if name not in self.dispatcher.requests]:
             assert not self.holding.pop(name), f"{name} ended and somebody still holds it"
 
+    def ask_gateway(self, to: str, message: Resume) -> None:
+        """Only once nobody holds anything of the attempts before."""
+        request = self.dispatcher.requests[message.request]
+        assert (to, request.stage, request.attempt) == (request.gateway, "resuming", message.attempt)
+        assert not self.holding[message.request]
+        assert not request.holders
+        assert message.attempt <= MAX_ATTEMPTS
+        self.questions.append((to, message))
+
     def start(self, to: str, message: Prefill | Decode, job: Job) -> None:
         role, node = ENGINES[to]
         assert role in (FIRST if isinstance(message, Prefill) else {"decode"})
@@ -419,6 +467,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             assert self.dispatcher.fleet.engines[to].member.state == "ready"
         assert not self.ends[message.request], "an ended request goes on"
         assert message.attempt <= MAX_ATTEMPTS
+        assert len(message.generated) == self.generated.get(message.request, 0) + isinstance(message, Decode)
         if isinstance(message, Decode):
             assert NODE[message.handle.owner] == node
             assert (message.path == "ucx") == (key in self.arrived)

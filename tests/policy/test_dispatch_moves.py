@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from resuming import answered
 
 from pdactors.messages import (
     Cancel,
@@ -22,7 +23,8 @@ from pdactors.messages import (
     Segment,
     Stranded,
 )
-from pdactors.policy.dispatch import MAX_ATTEMPTS, Dispatcher, Limits, Order
+from pdactors.policy.dispatch import Dispatcher, Limits, Order
+from pdactors.policy.retries import MAX_ATTEMPTS
 from pdactors.token_ids import TokenIds
 
 PROMPT = TokenIds.of(range(10))  # two full blocks and a rest
@@ -173,7 +175,7 @@ def test_where_kv_is_pruned_the_prefill_passes_it_on():
 
 def test_a_prefill_that_cannot_be_told_to_prune_costs_an_attempt():
     dispatcher = to_migrating(prunes=True)
-    orders = dispatcher.undelivered("p", Migrate("r", 1, handle("p"), "m1"), 2.0)
+    orders = answered(dispatcher, dispatcher.undelivered("p", Migrate("r", 1, handle("p"), "m1"), 2.0))
     assert orders == released("d", "m0", "m1", "p")
     assert (dispatcher.requests["r"].attempt, dispatcher.requests["r"].stage) == (2, "queued")
 
@@ -194,7 +196,7 @@ def test_what_stays_on_its_node_is_not_pruned():
 @pytest.mark.parametrize("lost", ["p", "d", "m0", "m1"])
 def test_whoever_is_lost_on_the_way_the_prompt_is_computed_again(lost):
     dispatcher = to_migrating()
-    orders = dispatcher.lost(lost, 2.0)
+    orders = answered(dispatcher, dispatcher.lost(lost, 2.0))
     rest = [name for name in ("d", "m0", "m1", "p") if name != lost]
     assert orders[:3] == released(*rest)
     request = dispatcher.requests["r"]
@@ -207,7 +209,9 @@ def test_whoever_is_lost_on_the_way_the_prompt_is_computed_again(lost):
 def test_stranded_kv_is_computed_again_until_the_attempts_are_used_up(sender):
     dispatcher = to_migrating()
     for attempt in range(1, MAX_ATTEMPTS):
-        orders = dispatcher.stranded(sender, Stranded("r", attempt, "the wire is cut"), 2.0)
+        orders = answered(
+            dispatcher, dispatcher.stranded(sender, Stranded("r", attempt, "the wire is cut"), 2.0), now=2
+        )
         assert orders[:4] == released("d", "m0", "m1", "p", attempt=attempt)
         assert told(orders[4:]) == [("p", Prefill)]
         hand_over(dispatcher, attempt=attempt + 1)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from resuming import answered
+
 from pdactors.messages import Generate, Load, Member, Prefill, Rejected, Sampling
-from pdactors.policy.dispatch import MAX_ATTEMPTS, Dispatcher, Limits
+from pdactors.policy.dispatch import Dispatcher, Limits
+from pdactors.policy.retries import MAX_ATTEMPTS
 from pdactors.token_ids import TokenIds
 
 ENGINES = {"p0": ("prefill", "n0"), "d0": ("decode", "n0"), "p1": ("prefill", "n1"), "d1": ("decode", "n1")}
@@ -33,7 +36,7 @@ def test_a_prompt_that_does_not_reach_its_engine_goes_to_another_node():
     dispatcher = make(*ENGINES)
     (order,) = ask(dispatcher)
     assert order.to == "p0"
-    orders = dispatcher.undelivered("p0", order.message, 2.0)
+    orders = answered(dispatcher, dispatcher.undelivered("p0", order.message, 2.0))
     assert [(o.to, o.message.attempt) for o in orders if isinstance(o.message, Prefill)] == [("p1", 2)]
     dispatcher.check()
 
@@ -41,7 +44,8 @@ def test_a_prompt_that_does_not_reach_its_engine_goes_to_another_node():
 def test_an_engine_that_was_not_reached_gets_nothing_until_it_is_heard():
     dispatcher = make("p0", "d0")
     (order,) = ask(dispatcher)
-    assert not [o for o in dispatcher.undelivered("p0", order.message, 2.0) if isinstance(o.message, Prefill)]
+    orders = answered(dispatcher, dispatcher.undelivered("p0", order.message, 2.0))
+    assert not [o for o in orders if isinstance(o.message, Prefill)]
     assert dispatcher.requests["r"].stage == "queued"
     assert ask(dispatcher, "s", 50) == []
     orders = dispatcher.joined(member("p0"), Load(max_sequences=4), 3.0)
@@ -53,7 +57,7 @@ def test_what_cannot_be_delivered_again_and_again_is_given_up():
     orders = ask(dispatcher)
     for _ in range(MAX_ATTEMPTS):
         (prefill,) = [o.message for o in orders if isinstance(o.message, Prefill)]
-        orders = dispatcher.undelivered("p0", prefill, 2.0)
+        orders = answered(dispatcher, dispatcher.undelivered("p0", prefill, 2.0))
         orders += dispatcher.joined(member("p0"), Load(max_sequences=4), 3.0)
     assert [o.message.code for o in orders if isinstance(o.message, Rejected)] == ["worker_lost"]
     assert not dispatcher.requests

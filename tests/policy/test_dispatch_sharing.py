@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from resuming import answered
 
 from pdactors.kv.prefix import chain, parts
 from pdactors.messages import (
@@ -255,7 +256,7 @@ def test_an_answer_for_a_request_that_is_gone_is_released():
 def test_an_answer_for_an_old_attempt_is_released():
     dispatcher = make("p", "p1", "d", d=DIGESTS)
     generate(dispatcher)
-    dispatcher.lost("p", 0.0)
+    answered(dispatcher, dispatcher.lost("p", 0.0))
     assert dispatcher.pinned("d", pinned("d", 0, 4), 0.0) == released("d")
     assert dispatcher.requests["r"].pins == {0: "d"}
     assert prefill_of(dispatcher.pinned("d", pinned("d", 0, 4, attempt=2), 0.0), "p1").attempt == 2
@@ -351,7 +352,8 @@ def test_the_loss_of_a_lender_after_the_start_changes_nothing():
 def test_a_prefill_lost_while_owners_are_asked_frees_them_and_asks_anew():
     dispatcher = make("p", "p1", "d", d=DIGESTS)
     generate(dispatcher)
-    assert dispatcher.lost("p", 0.0) == [*released("d"), pin("d", 0, *DIGESTS, attempt=2)]
+    orders = answered(dispatcher, dispatcher.lost("p", 0.0))
+    assert orders == [*released("d"), pin("d", 0, *DIGESTS, attempt=2)]
     request = dispatcher.requests["r"]
     assert (request.stage, request.engine, request.holders, request.prefix) == ("pinning", "p1", {"p1", "d"}, [])
     dispatcher.check()
@@ -361,7 +363,7 @@ def test_what_was_lent_in_a_lost_attempt_is_not_used_in_the_next():
     dispatcher = make("p", "d", d=DIGESTS)
     generate(dispatcher)
     dispatcher.pinned("d", pinned("d", 0, 4), 0.0)
-    assert dispatcher.lost("p", 0.0) == released("d")
+    assert answered(dispatcher, dispatcher.lost("p", 0.0)) == released("d")
     dispatcher.cache_changed("d", CacheChanged(evicted=DIGESTS))
     message = prefill_of(dispatcher.joined(member("p", incarnation=2), load(), 1.0))
     assert (message.attempt, message.prefix) == (2, ())
@@ -428,7 +430,7 @@ def test_an_engine_is_charged_for_what_it_has_to_compute_only():
     assert dispatcher.requests.assigned["p"].num_tokens == 1
     dispatcher.lost("p", 0.0)
     dispatcher.lost("d", 0.0)
-    dispatcher.lost("p1", 0.0)
+    answered(dispatcher, dispatcher.lost("p1", 0.0))
     assert dispatcher.requests["r"].num_cached == 0
     prefill_of(dispatcher.joined(member("p", incarnation=2), load(), 0.0))
     assert dispatcher.requests.assigned["p"].num_tokens == len(PROMPT)
@@ -465,8 +467,9 @@ def test_a_worker_that_has_the_beginning_gets_the_request():
 def test_a_lost_worker_costs_an_attempt_and_a_failed_one_the_request():
     dispatcher = make("w", "w1")
     generate(dispatcher)
-    (order,) = dispatcher.lost("w", 1.0)
+    (order,) = answered(dispatcher, dispatcher.lost("w", 1.0), 8, 9)
     assert (order.to, type(order.message), order.message.attempt) == ("w1", Prefill, 2)
+    assert list(order.message.generated) == [8, 9]
     rejected, *rest = dispatcher.failed("w1", Failed("r", 2, "internal", "w1: x"), 1.0)
     assert rejected.message.code == "internal"
     assert rest == released("w1", attempt=2)
