@@ -47,5 +47,5 @@ def sweep() -> None:
 
 
 def is_actor(arguments: Sequence[str]) -> bool:
-    """Whether that is an actor's or a nursery's command line: it ends with the run and the supervisor's process id."""
-    return any(module in arguments[:5] for module in MODULES) and len(arguments) > 4 and arguments[-1].isdecimal()
+    """Whether that is an actor's or a nursery's command line: module, name, run and the supervisor's process id."""
+    return len(arguments) > 4 and arguments[-4] in MODULES and arguments[-1].isdecimal()
