@@ -24,7 +24,7 @@ _ELEMENTS: dict[KVDtype, type[np.generic]] = {"bfloat16": np.uint16, "float16": 
 class Form:
     """What a codec consists of. `sizes` are layers, kv_heads, head_dim and block_tokens; arrays are flat.
 
-    `encode(elements, rows, block_elements, *sizes, frames)` writes the frames of the blocks that `rows` names, one after
+    `encode(elements, rows, block_elements, *sizes, frames)` writes the frames of the blocks in `rows`, one after
     the other; `decode(frames, rows, block_elements, *sizes, elements)` is its reverse. bfloat16 elements are uint16.
     """
 
