@@ -25,6 +25,10 @@ Path = Literal["lease", "cuda_ipc", "ucx", "store", "none"]
 FinishReason = Literal["stop", "length", "cancelled"]
 Priority = Literal["interactive", "batch"]
 Codec = Literal["none", "int8", "int4"]  # of KV on the wire
+Direction = Literal["send", "receive"]
+Phase = Literal["prefill", "decode"]  # a step is of the latter where every sequence computes one token only
+# Seconds by which durations of steps are sorted: vLLM's, and smaller ones.
+STEP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 40)
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 MaxTokens = Annotated[int, Meta(ge=1, le=2**20)]
@@ -130,9 +134,6 @@ class Load(Struct, frozen=True, omit_defaults=True):
     num_preempted: int = 0
     prefill_use: PhaseUse = PhaseUse()
     decode_use: PhaseUse = PhaseUse()
-    num_moved: int = 0  # sequences that a migrator sent to other nodes
-    num_pruned: int = 0  # of them, those whose KV was pruned
-    bytes_moved: int = 0
     way: str = ""  # how an engine computes its model, and why not on our kernels
     busy_s: float = 0.0  # what all its steps took together
 
@@ -148,8 +149,40 @@ class LeaseInfo(Struct, frozen=True):
     expires_s: float
 
 
+class StepCounts(Struct, frozen=True):
+    """An engine's steps of one phase whose batch is at most `max_batch`, a power of two, and more than half of that."""
+
+    phase: Phase
+    max_batch: int
+    counts: tuple[int, ...]  # that took at most so long, see STEP_BOUNDS_S, and last of those that took longer
+    seconds: float  # all of them together
+
+
+class TransferCounts(Struct, frozen=True):
+    """Transfers of KV of one kind that have ended; bytes and seconds are those of transfers that arrived whole."""
+
+    direction: Direction
+    path: Path
+    codec: Codec
+    num_stored: int
+    num_failed: int
+    num_bytes: int
+    seconds: float
+
+
+class Move(Struct, frozen=True):
+    """KV that is leaving for another node, as its source sees it."""
+
+    request: str
+    to: str
+    codec: Codec
+    num_blocks: int
+    num_stored: int  # of the blocks; some may have been there before
+    num_bytes: int  # that were sent
+
+
 class Report(Struct, frozen=True, omit_defaults=True):
-    """An actor's account of itself at one moment, for `status` and `leaks`."""
+    """An actor's account of itself at one moment, for `status` and `leaks`; what it counts, it has since it began."""
 
     name: str
     role: Role
@@ -163,7 +196,10 @@ class Report(Struct, frozen=True, omit_defaults=True):
     leases: tuple[LeaseInfo, ...] = ()  # leases that it has given
     faults: tuple[str, ...] = ()  # what its check() found wrong
     dropped: dict[str, int] = {}  # late, duplicate, unknown messages, by kind
-    counts: dict[str, int] = {}  # what else it counts: "retries", "leases_expired"
+    counts: dict[str, int] = {}  # what else it counts, by name
+    steps: tuple[StepCounts, ...] = ()
+    transfers: tuple[TransferCounts, ...] = ()
+    moves: tuple[Move, ...] = ()
     stamps: Stamps | None = None  # of the request that was asked for
 
 
@@ -176,9 +212,7 @@ class PrefillPart(Struct, frozen=True, omit_defaults=True):
     """What the prefill did for a request; travels with its first token."""
 
     cached_tokens: int
-    received_s: (
-        float  # these are CLOCK_MONOTONIC of the engine's machine; elsewhere only their differences mean something
-    )
+    received_s: float  # CLOCK_MONOTONIC of the engine's machine, as the next two: elsewhere only differences count
     begin_s: float
     end_s: float
 

@@ -75,9 +75,9 @@ def _actor(report: Report) -> dict[str, Any]:
     blocks = report.load.blocks
     step = report.load.step_ms
     moved = {
-        "sequences": report.load.num_moved,
-        "pruned": report.load.num_pruned,
-        "bytes": report.load.bytes_moved,
+        "sequences": report.counts.get("migrations", 0),
+        "pruned": report.counts.get("migrations_pruned", 0),
+        "bytes": report.counts.get("migrated_bytes", 0),
     }
     return {
         "name": report.name,
@@ -108,7 +108,7 @@ def _actor(report: Report) -> dict[str, Any]:
         },
         "prompt_tokens_computed": report.load.prompt_tokens_computed,
         "preempted": report.load.num_preempted,
-        **({"moved": moved} if report.role == "migrator" else {}),
+        **({"moved": moved, "moves": msgspec.to_builtins(report.moves)} if report.role == "migrator" else {}),
         "dropped": sum(report.dropped.values()),
         "dropped_by_kind": report.dropped,
     }

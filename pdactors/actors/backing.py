@@ -14,11 +14,13 @@ from typing import TypeVar
 
 import numpy as np
 
+from pdactors.actors.transfer_log import TransferLog
 from pdactors.config.logging import get_logger
 from pdactors.errors import ConfigError, PDError
 from pdactors.kv import frame
 from pdactors.kv.arena import Arena
 from pdactors.kv.blocks import BlockPool
+from pdactors.messages import Direction
 from pdactors.transport.mooncake import MooncakeClient
 
 BATCH_BLOCKS = 16
@@ -32,10 +34,11 @@ T = TypeVar("T")
 class Backing:
     """Blocks of `arena` by digest, in a store outside the cluster. Each has its checksum in an object beside it."""
 
-    def __init__(self, arena: Arena, pool: BlockPool, clock: Callable[[], float]) -> None:
+    def __init__(self, arena: Arena, pool: BlockPool, clock: Callable[[], float], transfers: TransferLog) -> None:
         self._payload = arena.payload()
         self._pool = pool
         self._clock = clock
+        self._transfers = transfers
         self._log = get_logger(part="mooncake")
         self._checksums = np.zeros((BATCH_BLOCKS, 8), np.uint8)
         self._pending: deque[tuple[bytes, int]] = deque()  # digest and block, which has a reference
@@ -43,7 +46,6 @@ class Backing:
         self._client: MooncakeClient | None = None
         self._resting_until = 0.0
         self._woken = asyncio.Event()
-        self.num_stored = 0
 
     async def open(self, address: str, host: str, segment_bytes: int) -> None:
         """Join the store.
@@ -90,7 +92,7 @@ class Backing:
         while True:
             while self._pending:
                 batch = [self._pending.popleft() for _ in range(min(BATCH_BLOCKS, len(self._pending)))]
-                await self._try(self._put, batch)
+                await self._transfer("send", self._put, batch)
                 self._pool.free([block for _, block in batch])
                 if not self.is_well:
                     self._pool.free([block for _, block in self._pending])
@@ -98,7 +100,7 @@ class Backing:
             self._woken.clear()
             await self._woken.wait()
 
-    def _put(self, batch: list[tuple[bytes, int]]) -> None:
+    def _put(self, batch: list[tuple[bytes, int]]) -> int:
         assert self._client is not None
         digests, rows = [digest for digest, _ in batch], self._checksums[: len(batch)]
         parts = [self._payload[block] for _, block in batch]
@@ -106,9 +108,9 @@ class Backing:
             row[:] = np.frombuffer(frame.checksum([part]).to_bytes(8, "little"), np.uint8)
         codes = self._client.put(_keys(digests), [*parts, *rows])
         ours = [digest for i, digest in enumerate(digests) if codes[i] == codes[i + len(digests)] == 0]
-        self.num_stored += len(ours)
         if len(ours) < len(digests):
             raise PDError(f"{len(digests) - len(ours)} of {len(digests)} blocks were not taken: code {min(codes)}")
+        return len(ours)
 
     # ---- Fetching --------
 
@@ -124,7 +126,7 @@ class Backing:
         done = 0
         while done < len(digests) and self.is_well:
             part = slice(done, done + BATCH_BLOCKS)
-            got = await self._try(self._get, digests[part], blocks[part]) or 0
+            got = await self._transfer("receive", self._get, digests[part], blocks[part])
             done += got
             if got < len(digests[part]):
                 break
@@ -141,6 +143,17 @@ class Backing:
         return len(parts)
 
     # ---- The thread --------
+
+    async def _transfer(self, direction: Direction, action: Callable[..., int], *arguments: object) -> int:
+        """Have blocks written or read, count that, and return how many were."""
+        began_s = self._clock()
+        count = await self._try(action, *arguments)
+        if count is None:
+            self._transfers.failed(direction, "store", "none")
+        elif count:
+            num_bytes = count * self._payload.shape[1]
+            self._transfers.stored(direction, "store", "none", num_bytes, self._clock() - began_s)
+        return count or 0
 
     async def _try(self, action: Callable[..., T], *arguments: object) -> T | None:
         """Do something in the thread; after a failure the store is left alone for a while."""

@@ -246,6 +246,7 @@ class EngineActor(Actor):
         """Send the step's tokens in one message, then move each sequence on."""
         if not outcomes:
             return
+        self.counts["sampled_tokens"] += len(outcomes)
         is_sent = self.tell(GATEWAY, Tokens(tuple(engine_accounts.token(self, outcome) for outcome in outcomes)))
         for outcome in outcomes:
             sequence = outcome.sequence

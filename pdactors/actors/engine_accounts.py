@@ -113,7 +113,7 @@ def lease_infos(actor: Actor, loans: Loans) -> tuple[LeaseInfo, ...]:
 
 
 def report(actor: EngineActor, plain: Report) -> Report:
-    """Add to what every actor reports: requests held, leases given, and what is wrong with the books."""
+    """Add to what every actor reports: requests held, leases given, steps, and what is wrong with the books."""
     faults = []
     try:
         actor.check()
@@ -124,4 +124,5 @@ def report(actor: EngineActor, plain: Report) -> Report:
         requests=actor.requests(),
         leases=lease_infos(actor, actor.loans),
         faults=tuple(faults),
+        steps=actor.steps.counts(),
     )

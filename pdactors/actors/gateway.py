@@ -109,7 +109,7 @@ class Gateway(Actor):
             from pdactors.actors.http.server import HttpServer  # a fifth of a second that only its users pay
             from pdactors.observe.metrics import Metrics
 
-            self.metrics = Metrics(self.spec.model.name, self.spec.name, self.spec.node)
+            self.metrics = Metrics(self.spec.model.name, self.spec.name, self.spec.node, self.spec.layout.token_bytes)
             self._http = HttpServer(self)
             await self._http.start(self.spec.fds.http)
         self.every(SWEEP_S, self._sweep)

@@ -47,7 +47,8 @@ class Holdings:
         self.store = ArenaStore(self.pool, self.loans)
         self.extents = ExtentKeeper.of(spec, self.arena, self.pool, partial(actor.tell, spec.name))
         self.num_reserved = 0  # blocks that are set aside for what is to come
-        self.backing = Backing(self.arena, self.pool, self.clock) if spec.config.mooncake else None
+        mooncake = spec.config.mooncake
+        self.backing = Backing(self.arena, self.pool, self.clock, actor.transfers) if mooncake else None
 
     @property
     def num_unreserved(self) -> int:
@@ -78,7 +79,7 @@ class Holdings:
 
     def tick(self) -> None:
         """Take back what ended, and say what changed."""
-        self.loans.sweep(self.clock())
+        self.actor.counts["leases_expired"] += sum(ended.expired for ended in self.loans.sweep(self.clock()))
         self.tell_cache()
 
     def check(self) -> None:

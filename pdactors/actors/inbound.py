@@ -188,7 +188,7 @@ class Inbound:
     def _on_header(self, landing: _Landing, grant: Grant, error: PDError | None) -> None:
         """Know by its header what comes, before any of it is taken in."""
         if error is not None:
-            return self._drop(landing)
+            return self._lose(landing, error)
         peer = landing.coming.source.name
         try:
             header = frame.unpack(landing.header.tobytes())
@@ -203,12 +203,12 @@ class Inbound:
             )
         except PDError as wrong:  # what follows that header has nowhere to go, so the connection is of no use
             self._mover.log.error("wrong header", peer=peer, reason=wrong.message)
-            self._drop(landing)
+            self._lose(landing, wrong)
             self._mover.reconnect(peer, f"wrong header: {wrong.message}")
 
     def _on_payload(self, landing: _Landing, parts: list[NDArray[np.uint8]], error: PDError | None) -> None:
         if error is not None:
-            return self._drop(landing)
+            return self._lose(landing, error)
         self._mover.actor.spawn(self._accept(landing, parts))
         return None
 
@@ -216,10 +216,7 @@ class Inbound:
         """Check what has arrived, and count it in."""
         coming, ask = landing.coming, landing.ask
         wrong = await self._mover.in_thread(self._check, landing, parts)
-        self._mover.transferred(
-            "receive", coming.key, landing.granted_s, self._mover.clock(), peer=coming.source.name, codec=ask.codec,
-            bytes=landing.expected.size, blocks=ask.count, error=wrong,
-        )  # fmt: skip
+        self._ended(landing, wrong)
         if wrong or coming.is_over:
             self._drop(landing)
         else:
@@ -237,6 +234,18 @@ class Inbound:
             return "checksum: the bytes are not those that were sent"
         self._mover.memory_form(parts, landing.blocks, landing.expected.codec)
         return ""
+
+    def _ended(self, landing: _Landing, error: str) -> None:
+        coming, ask = landing.coming, landing.ask
+        self._mover.transferred(
+            "receive", coming.key, landing.granted_s, ask.codec, landing.expected.size, error,
+            peer=coming.source.name, blocks=ask.count,
+        )  # fmt: skip
+
+    def _lose(self, landing: _Landing, error: PDError) -> None:
+        """A transfer came to nothing: what was said of it was wrong, or its connection is gone."""
+        self._ended(landing, error.message)
+        self._drop(landing)
 
     def _drop(self, landing: _Landing) -> None:
         """A transfer ended without use: its blocks are free, and set aside again if it is to be repeated."""

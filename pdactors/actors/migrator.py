@@ -14,6 +14,7 @@ from pdactors.actors.engine_accounts import lease_infos
 from pdactors.actors.holdings import Holdings
 from pdactors.actors.mover import Mover
 from pdactors.actors.spec import ENGINES, ActorSpec
+from pdactors.actors.transfer_log import TransferLog
 from pdactors.errors import InvariantError
 from pdactors.kv.arena import Arena
 from pdactors.messages import (
@@ -62,6 +63,7 @@ class Migrator(Actor):
         self._names: dict[int, str] = {}  # slot -> owner, of those that joined
         self._retired: set[int] = set()  # slots whose engine is gone for good
         self._demand: dict[int, int] = {}  # slot -> extents that it asked for and did not get
+        self.transfers = TransferLog()
         self.holdings = Holdings(self) if spec.config.migrators_own else None
         self.mover = Mover(self, self.holdings) if self.holdings is not None and spec.config.moves_kv else None
         self.accept(WantExtents, self._on_want, *ENGINES, "migrator")
@@ -261,15 +263,8 @@ class Migrator(Actor):
         free = sum(len(self.arena.blocks_of_extent(extent)) for extent in self.arena.free_extents())
         own = self.holdings.pool.account() if self.holdings is not None else Blocks()
         blocks = msgspec.structs.replace(own, total=own.total + free, free=own.free + free)
-        if self.mover is None:
-            return Load(blocks=blocks)
-        return Load(
-            running=len(self.mover.outbound.keys) + len(self.mover.inbound.keys),
-            blocks=blocks,
-            num_moved=self.mover.num_moved,
-            num_pruned=self.mover.num_pruned,
-            bytes_moved=self.mover.num_bytes,
-        )
+        num_moving = len(self.mover.outbound.keys) + len(self.mover.inbound.keys) if self.mover is not None else 0
+        return Load(running=num_moving, blocks=blocks)
 
     def report(self) -> Report:
         report = super().report()
@@ -288,4 +283,6 @@ class Migrator(Actor):
             faults=tuple(faults),
             requests=tuple(dict.fromkeys(request for request, _ in keys)),
             leases=lease_infos(self, self.holdings.loans),
+            transfers=self.transfers.counts(),
+            moves=self.mover.outbound.moves() if self.mover is not None else (),
         )

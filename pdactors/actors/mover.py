@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, TypeVar, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from pdactors.actors.inbound import Inbound
 from pdactors.actors.outbound import Outbound
 from pdactors.errors import PDError
 from pdactors.kv.codec import CodecName, decode, encode, encoded_bytes, prepare
-from pdactors.messages import Codec, DataPort, Fleet, Member, Message, Release
+from pdactors.messages import Codec, DataPort, Direction, Fleet, Member, Message, Path, Release
 from pdactors.policy.codec_choice import CodecCost, choose_codec
 from pdactors.policy.liveness import Liveness
 from pdactors.policy.transfer import Key
@@ -49,12 +49,9 @@ class Mover:
         self.holdings = holdings
         self.pool = holdings.pool
         self.loans = holdings.loans
-        self.port_name = spec.config.data_transport
+        self.port_name = cast("Path", spec.config.data_transport)
         self.outbound = Outbound(self)
         self.inbound = Inbound(self)
-        self.num_bytes = 0
-        self.num_moved = 0
-        self.num_pruned = 0
         self._peers: dict[str, Member] = {}  # migrators whose data ports are connected
         self._known: dict[str, DataPort] = {}  # what they told of them
         self._num_dropped: Counter[str] = Counter()  # connections to each
@@ -160,26 +157,21 @@ class Mover:
         self.actor.trail.note(key[0], what, began_s, ended_s, key[1], **detail)
 
     def transferred(
-        self,
-        what: Literal["send", "receive"],
-        key: Key,
-        began_s: float,
-        ended_s: float,
-        *,
-        error: str,
-        **detail: Detail,
+        self, what: Direction, key: Key, began_s: float, codec: Codec, num_bytes: int, error: str, **detail: Detail
     ) -> None:
-        """Note a transfer that has ended, well or with an error."""
-        wrong = {"error": error} if error else {}
-        self.noted(what, key, began_s, ended_s, path=self.port_name, **detail, **wrong)
+        """Note and count a transfer that has ended now, well or with an error."""
+        now, path, wrong = self.clock(), self.port_name, {"error": error} if error else {}
+        self.noted(what, key, began_s, now, path=path, codec=codec, bytes=num_bytes, **detail, **wrong)
+        if error:
+            self.actor.transfers.failed(what, path, codec)
+        else:
+            self.actor.transfers.stored(what, path, codec, num_bytes, now - began_s)
 
     def moved(self, key: Key, began_s: float, num_bytes: int, target: str, codec: Codec, num_pruned: int) -> None:
         """Count a migration that is complete."""
         now = self.clock()
         seconds = now - began_s
-        self.num_bytes += num_bytes
-        self.num_moved += 1
-        self.num_pruned += num_pruned > 0
+        self.actor.counts.update(migrations=1, migrations_pruned=int(num_pruned > 0), migrated_bytes=num_bytes)
         self.noted("migration", key, began_s, now, to=target, path=self.port_name, codec=codec, bytes=num_bytes)
         self.log.info(
             "migrated",

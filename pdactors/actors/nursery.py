@@ -23,6 +23,7 @@ from pdactors.config.logging import configure, get_logger
 from pdactors.engine.load import load_model
 from pdactors.engine.model import PagedModel
 from pdactors.engine.shape import ModelDtype
+from pdactors.engine.store import progress_bar
 from pdactors.errors import PDError
 
 ADOPTION_TIMEOUT_S = 5.0
@@ -38,7 +39,14 @@ def main() -> None:
     log.info("loading model", folder=spec.folder, dtype=spec.dtype)
     began = time.monotonic()
     try:
-        model = load_model(Path(spec.folder), cast(ModelDtype, spec.dtype), block_tokens=spec.block_tokens, threads=1)
+        with progress_bar() as progress:
+            model = load_model(
+                Path(spec.folder),
+                cast(ModelDtype, spec.dtype),
+                block_tokens=spec.block_tokens,
+                threads=1,
+                progress=progress,
+            )
     except PDError as error:
         log.error("the model cannot be served", code=error.code, reason=error.message)
         last_words.say(error.message)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pdactors.actors.actor import ROUTER
+from pdactors.actors.leaving import Leaving
 from pdactors.errors import PDError, Refused
 from pdactors.kv import frame
 from pdactors.kv.frame import Header
@@ -29,6 +29,7 @@ from pdactors.messages import (
     Lease,
     Member,
     Migrate,
+    Move,
     Offer,
     Release,
     Segment,
@@ -44,30 +45,6 @@ if TYPE_CHECKING:
 REACH_S = 2.0  # that a migration waits for the connection to its destination
 MAX_TRIES = 4  # of one transfer
 HEADER, PAYLOAD = 0, 1  # a transfer's two tags, after the granted one
-
-
-@dataclass(eq=False)
-class Leaving:
-    """A sequence's KV on its way to another node."""
-
-    key: Key
-    target: str
-    num_tokens: int
-    blocks: dict[int, int]  # index in the sequence -> block
-    borrowed: list[Lease]
-    watched: list[Lease]  # held by the engine that borrowed them; they must stand until all is sent
-    codec: Codec
-    began_s: float
-    num_pruned: int = 0
-    is_complete: bool = False  # all of it is known, not only what was announced
-    num_ready: int | None = None  # leading blocks that the destination has; None until it said so
-    queued: set[int] = field(default_factory=set)  # indices that were handed to the queue
-    transfers: dict[int, Transfer] = field(default_factory=dict)
-    sent: dict[int, tuple[int, float]] = field(default_factory=dict)  # by transfer: bytes, and when
-    tries: dict[int, int] = field(default_factory=dict)  # by first block
-    num_reading: int = 0  # sends whose memory must stay
-    num_bytes: int = 0
-    is_over: bool = False
 
 
 class Outbound:
@@ -86,6 +63,11 @@ class Outbound:
     def keys(self) -> tuple[Key, ...]:
         """The migrations under way."""
         return (*self._leaving, *self._unreachable, *(leaving.key for leaving in self._ending))
+
+    def moves(self) -> tuple[Move, ...]:
+        """Describe the migrations under way."""
+        num_blocks = self._mover.spec.layout.num_blocks
+        return tuple(leaving.as_move(num_blocks(leaving.num_tokens)) for leaving in self._leaving.values())
 
     # ---- A migration --------
 
@@ -285,12 +267,10 @@ class Outbound:
             return self._mover.drop("untimely stored")
         self.queue.ended(transfer, is_stored=not message.error)
         if message.transfer in leaving.sent:
-            now, (size, sent_s) = self._mover.clock(), leaving.sent.pop(message.transfer)
-            self.rates[sender.name].note(size, sent_s, now)
-            self._mover.transferred(
-                "send", leaving.key, sent_s, now, peer=sender.name, codec=leaving.codec, bytes=size,
-                blocks=transfer.num_blocks, error=message.error,
-            )  # fmt: skip
+            size, sent_s = leaving.sent.pop(message.transfer)
+            self.rates[sender.name].note(size, sent_s, self._mover.clock())
+            self._ended(leaving, transfer, size, sent_s, message.error)
+        leaving.num_stored += 0 if message.error else transfer.num_blocks
         if message.error:
             tries = leaving.tries[transfer.start] = leaving.tries.get(transfer.start, 1) + 1
             self._mover.log.warning("transfer damaged", request=leaving.key[0], reason=message.error, tries=tries)
@@ -298,6 +278,10 @@ class Outbound:
                 return self._fail(leaving, f"a transfer failed {MAX_TRIES} times: {message.error}")
         self.pump(sender.name)
         return self._finish_if_done(leaving)
+
+    def _ended(self, leaving: Leaving, transfer: Transfer, size: int, sent_s: float, error: str) -> None:
+        peer, blocks = leaving.target, transfer.num_blocks
+        self._mover.transferred("send", leaving.key, sent_s, leaving.codec, size, error, peer=peer, blocks=blocks)
 
     # ---- Endings --------
 
@@ -325,6 +309,8 @@ class Outbound:
     def peer_lost(self, peer: str, reason: str) -> None:
         """Nothing that was on its way to that peer arrives any more."""
         for leaving in [leaving for leaving in self._leaving.values() if leaving.target == peer]:
+            for number, (size, sent_s) in leaving.sent.items():
+                self._ended(leaving, leaving.transfers[number], size, sent_s, f"{peer} was lost")
             self._fail(leaving, f"{peer} was lost: {reason}")
 
     def leases_lost(self, lost: set[Lease]) -> None:
@@ -356,6 +342,7 @@ class Outbound:
         self._strand(leaving.key, reason)
 
     def _strand(self, key: Key, reason: str) -> None:
+        self._mover.actor.counts["migrations_failed"] += 1
         self._mover.log.warning("not migrated", request=key[0], reason=reason)
         self._mover.noted("stranded", key, self._mover.clock(), error=reason)
         self._mover.tell(ROUTER, Stranded(*key, reason))

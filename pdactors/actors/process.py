@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from pdactors.actors.spec import ActorSpec, encode_spec
+from pdactors.config.logging import get_logger
 from pdactors.errors import PDError
 
 PR_SET_PDEATHSIG = 1
@@ -97,13 +98,17 @@ def spawn(module: str, arguments: Sequence[str], data: bytes, fds: Sequence[int]
     """Start `python -m module` with `data` on its standard input and the descriptors `fds`."""
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
     single = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    popen = subprocess.Popen(  # noqa: S603 - this interpreter and our own arguments
-        [sys.executable, "-m", module, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        pass_fds=[fd for fd in fds if fd >= 0],
-        env={**os.environ, **quiet, **single},
-    )
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C while it imports; see die_with_parent
+    try:
+        popen = subprocess.Popen(  # noqa: S603 - this interpreter and our own arguments
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[fd for fd in fds if fd >= 0],
+            env={**os.environ, **quiet, **single},
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     assert popen.stdin is not None
     try:
         popen.stdin.write(data)
@@ -156,6 +161,7 @@ class Nursery:
                 raise PDError(f"the nursery did not answer within {FORK_TIMEOUT_S:.0f} s") from None
 
     async def _start(self, run_id: str) -> None:
+        get_logger(run_id=run_id).info("starting the process that loads the model", libraries="torch, transformers")
         ours, theirs = socket.socketpair()
         with theirs:
             spec = msgspec.structs.replace(self._spec, run_id=run_id, socket=theirs.fileno())

@@ -362,8 +362,9 @@ class Router(Actor):
             detail = {name: text for name, text in (("at", move.engine), ("why", move.why)) if text}
             self.trail.note(move.request, move.stage or "gone", self.clock(), None, move.attempt, **detail)
         for to, message in orders:
-            self.counts["retries"] += isinstance(message, Prefill) and message.attempt > 1
-            if not self.tell(to, message) and isinstance(message, Prefill | Decode | Migrate):
+            if self.tell(to, message):
+                self.counts["retries"] += isinstance(message, Prefill) and message.attempt > 1
+            elif isinstance(message, Prefill | Decode | Migrate):
                 self._perform(self.dispatcher.undelivered(to, message, self.clock()))
         if self._is_draining and not self.dispatcher.requests:
             self.beat()

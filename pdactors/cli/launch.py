@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import click
@@ -10,7 +11,9 @@ import click
 from pdactors.cli.conceal import conceal_environment
 from pdactors.cli.options import config_options
 from pdactors.config.load import load
-from pdactors.config.logging import configure
+from pdactors.config.logging import ERASE_LINE, configure
+
+SHOW_CURSOR = "\x1b[?25h"
 
 
 @click.command(
@@ -42,6 +45,12 @@ def command(
 
     def on_ready(ready: Ready) -> None:
         addresses = {"run_id": ready.run_id, "tcp": ready.tcp, "zmq": ready.zmq, "http": ready.http}
+        if sys.stderr.isatty():
+            click.echo(ERASE_LINE, nl=False, err=True)  # of a bar
         click.echo(f"ready {json.dumps(addresses)}")
 
-    launch(config, folder, node=node, ready_file=ready_file, on_ready=on_ready, lifeline=lifeline)
+    try:
+        launch(config, folder, node=node, ready_file=ready_file, on_ready=on_ready, lifeline=lifeline)
+    finally:
+        if sys.stderr.isatty():
+            click.echo(f"{ERASE_LINE}{SHOW_CURSOR}", nl=False, err=True)  # of a process that was killed with its bar

@@ -15,6 +15,7 @@ from pdactors.errors import ConfigError
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 SECRET_KEYS = frozenset({"token", "join_token", "secret", "password", "authorization"})
+ERASE_LINE = "\r\x1b[2K"
 _OURS = frozenset({"exception", "stack"})  # texts of several lines
 _FOREIGN = ("transformers", "huggingface_hub")  # libraries that print to stderr by themselves
 
@@ -113,7 +114,7 @@ def _shared() -> list[Processor]:
 def _renderer(stream: TextIO) -> list[Processor]:
     # Plain tracebacks: the rich ones print local variables, and with them secrets and prompts.
     if stream.isatty():
-        return [_printable, structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+        return [_printable, structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback), _on_top]
     return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=repr, ensure_ascii=False)]
 
 
@@ -123,6 +124,11 @@ def _printable(logger: WrappedLogger, method: str, event: EventDict) -> EventDic
         key: repr(value) if isinstance(value, str) and key not in _OURS and not value.isprintable() else value
         for key, value in event.items()
     }
+
+
+def _on_top(logger: WrappedLogger, method: str, line: str) -> str:
+    """A processor: the line takes the place of a progress bar, of whatever process, which is drawn below it again."""
+    return f"{ERASE_LINE}{line}"
 
 
 def _masked(key: object, value: Any) -> Any:

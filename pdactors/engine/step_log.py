@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -10,10 +11,18 @@ import numpy as np
 from pdactors.engine.machine import Machine
 from pdactors.engine.shape import ModelShape
 from pdactors.engine.step import Step, StepResult
-from pdactors.messages import PhaseUse, StepTimes
+from pdactors.messages import STEP_BOUNDS_S, Phase, PhaseUse, StepCounts, StepTimes
 
 NUM_STEPS = 512
 SLOW_LOG_PERIOD_S = 1.0
+
+
+@dataclass
+class _Durations:
+    """All steps of one phase and range of batches, sorted by how long they took."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(STEP_BOUNDS_S) + 1))
+    seconds: float = 0.0
 
 
 @dataclass
@@ -51,12 +60,17 @@ class StepLog:
         self._threads = threads
         self._prefill = _Phase()
         self._decode = _Phase()
+        self._durations: dict[tuple[Phase, int], _Durations] = {}  # by phase and largest batch
         self.busy_s = 0.0  # what all steps took
         self._slow_logged_s = -SLOW_LOG_PERIOD_S
 
     def add(self, step: Step, result: StepResult) -> None:
         """Take note of a step."""
         phase = self._decode if step.is_decode else self._prefill
+        kind: tuple[Phase, int] = ("decode" if step.is_decode else "prefill", _max_batch(len(step.portions)))
+        durations = self._durations.setdefault(kind, _Durations())
+        durations.counts[bisect_left(STEP_BOUNDS_S, result.duration_s)] += 1
+        durations.seconds += result.duration_s
         num_tokens = len(step.batch.input_ids)
         context = sum(span.num_tokens * (span.context_len - (span.num_tokens - 1) / 2) for span in step.batch.spans)
         shape = self._shape
@@ -76,6 +90,13 @@ class StepLog:
         times = np.array(seconds) * 1000
         p50, p99 = np.percentile(times, (50, 99))
         return StepTimes(round(float(times.mean()), 3), round(float(p50), 3), round(float(p99), 3))
+
+    def counts(self) -> tuple[StepCounts, ...]:
+        """Return how long all steps took, by phase and batch."""
+        return tuple(
+            StepCounts(phase, max_batch, tuple(durations.counts), durations.seconds)
+            for (phase, max_batch), durations in sorted(self._durations.items())
+        )
 
     def uses(self) -> tuple[PhaseUse, PhaseUse]:
         """Return what prefill and decode steps achieve."""
@@ -105,3 +126,8 @@ class StepLog:
             "flops_share": decode.flops_share,
             "bandwidth_share": decode.bandwidth_share,
         }
+
+
+def _max_batch(batch: int) -> int:
+    """Return the power of two that a batch is at most."""
+    return 1 << (batch - 1).bit_length()

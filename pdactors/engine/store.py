@@ -108,20 +108,27 @@ def list_models() -> list[CachedModel]:
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A progress bar on stderr, shown only on a terminal."""
+    """A progress bar on stderr, shown only on a terminal, from the first step on; gone at the end."""
+    if not sys.stderr.isatty():
+        yield silent
+        return
     from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     console = Console(file=sys.stderr)  # this very stream, even while sys.stderr is redirected
-    with Bars(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal) as bars:
-        task = bars.add_task("", total=None)
+    bars = Bars(*columns, TimeElapsedColumn(), console=console, transient=True)
+    task = bars.add_task("", total=None)
 
-        def show(step: str, done: int, total: int) -> None:
-            bars.update(task, description=step, completed=done, total=total or None)
+    def show(step: str, done: int, total: int) -> None:
+        bars.start()
+        bars.update(task, description=step, completed=done, total=total or None)
 
+    try:
         yield show
+    finally:
+        bars.stop()
 
 
 def _named(name: str, *, get: bool, progress: Progress, thorough: bool = False) -> Path:

@@ -74,5 +74,5 @@ class WarmingModel(PagedModel):
 
 def start_compiling(dtype: ModelDtype) -> None:
     """Have the kernels compiled by a process of its own, which ends with this one."""
-    process = subprocess.Popen([sys.executable, "-m", "pdactors.kernels.warm", dtype], stdin=subprocess.DEVNULL)  # noqa: S603 - this interpreter
+    process = subprocess.Popen([sys.executable, "-m", "pdactors.engine.compiling", dtype], stdin=subprocess.DEVNULL)  # noqa: S603 - this interpreter
     threading.Thread(target=process.wait, daemon=True).start()

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from pdactors.engine.machine import TORCH_DTYPES
+from pdactors.engine.manifest import Progress, silent
 from pdactors.engine.shape import ModelDtype, ModelShape, weights_files
 from pdactors.errors import ModelError
 from pdactors.kernels import forward
@@ -86,7 +87,9 @@ class _Reader:
         return tensor
 
 
-def read_weights(folder: Path, shape: ModelShape, dtype: ModelDtype, config: Any) -> forward.Model:
+def read_weights(
+    folder: Path, shape: ModelShape, dtype: ModelDtype, config: Any, progress: Progress = silent
+) -> forward.Model:
     """Read and pack the weights of a model that has no `objection`; `config` is transformers'.
 
     Raises:
@@ -115,6 +118,7 @@ def read_weights(folder: Path, shape: ModelShape, dtype: ModelDtype, config: Any
         vectors.append(vector)
 
     for layer in range(shape.num_layers):
+        progress("load the weights", layer, shape.num_layers)
         name = f"model.layers.{layer}"
         parts = (("q", heads), ("k", kv_heads), ("v", kv_heads))
         projections = [reader.matrix(f"{name}.self_attn.{p}_proj.weight", n * head_dim, hidden) for p, n in parts]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
 
 from pdactors.client_messages import DoneEvent
-from pdactors.messages import Report, Role
+from pdactors.messages import STEP_BOUNDS_S, PhaseUse, Report, Role, StepCounts, TransferCounts
 
 ENGINES: tuple[Role, ...] = ("prefill", "decode", "worker")
+OWNERS = (*ENGINES, "migrator")  # of KV blocks
 LABELS = ("model_name", "actor", "node", "role")
 REASONS = {"stop": "stop", "length": "length", "cancelled": "abort"}  # ours -> vLLM's
 # Seconds. vLLM's, and smaller ones.
-STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 40)
 FIRST_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 REQUEST_BUCKETS = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 HANDOVER_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -26,15 +28,16 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # a series for each 
 class Metrics:
     """Counts requests as the gateway sees them, under the names that vLLM's dashboards read and, beyond them, ours."""
 
-    def __init__(self, model: str, actor: str, node: str) -> None:
+    def __init__(self, model: str, actor: str, node: str, kv_token_bytes: int) -> None:
+        self._kv_token_bytes = kv_token_bytes
         self._registry = CollectorRegistry()
         self._reported = _Reported(model)
         self._registry.register(self._reported)
         self._own = (model, actor, node, "gateway")
         self._ttft = self._histogram("vllm:time_to_first_token_seconds", "to the first token", FIRST_BUCKETS)
-        self._itl = self._histogram("vllm:inter_token_latency_seconds", "between two tokens", STEP_BUCKETS)
+        self._itl = self._histogram("vllm:inter_token_latency_seconds", "between two tokens", STEP_BOUNDS_S)
         self._tpot = self._histogram(
-            "vllm:request_time_per_output_token_seconds", "per token after the first, request by request", STEP_BUCKETS
+            "vllm:request_time_per_output_token_seconds", "per token after the first, request by request", STEP_BOUNDS_S
         )
         self._e2e = self._histogram("vllm:e2e_request_latency_seconds", "of whole requests", REQUEST_BUCKETS)
         self._queue = self._histogram("vllm:request_queue_time_seconds", "until prefill begins", REQUEST_BUCKETS)
@@ -53,6 +56,12 @@ class Metrics:
             "from the prefill's word to the adoption by decode",
             (*LABELS, "path", "codec"),
             buckets=HANDOVER_BUCKETS,
+            registry=self._registry,
+        )
+        self._handover_bytes = Counter(
+            "pdactors:handover_kv_bytes",
+            "of prompts' KV as it lies in memory, copied or not",
+            (*LABELS, "path", "codec"),
             registry=self._registry,
         )
         for reason in REASONS.values():
@@ -81,7 +90,9 @@ class Metrics:
         self._success.labels(*self._own, REASONS[done.finish_reason]).inc()
         timing, tokens = done.timing, done.usage.completion_tokens
         if done.path != "none":
-            self._handover.labels(*self._own, done.path, "none").observe(timing.migration_ms / 1000)
+            self._handover.labels(*self._own, done.path, done.codec).observe(timing.migration_ms / 1000)
+            num_bytes = (done.usage.prompt_tokens - done.pruned_tokens) * self._kv_token_bytes
+            self._handover_bytes.labels(*self._own, done.path, done.codec).inc(num_bytes)
         if done.finish_reason == "cancelled":
             return
         self._e2e.observe(timing.total_ms / 1000)
@@ -132,14 +143,21 @@ class _Reported:
             "pdactors:prompt_tokens_computed", "Not cached ones.", _of_engine(lambda r: r.load.prompt_tokens_computed)
         )
         yield self._gauge("pdactors:kv_blocks_lacking", "For what waits.", _of_engine(lambda r: r.load.blocks_lacking))
-        yield self._gauge("pdactors:leases", "Leases that it gave and that live.", _of_engine(lambda r: len(r.leases)))
-        yield self._counter("pdactors:leases_expired", "Leases that ran out.", _of_engine(_count("leases_expired")))
-        yield self._counter("pdactors:retries", "Prefills given to another engine.", _of_router(_count("retries")))
-        yield self._dropped()
-        yield self._gauges("pdactors:kv_blocks", "KV blocks by state.", "state", _blocks)
-        yield self._gauges("pdactors:step_seconds", "Durations of recent steps.", "quantile", _steps)
-        yield self._gauges("pdactors:device_flops_share", "Share of FLOP/s in recent steps.", "phase", _flops)
-        yield self._gauges("pdactors:device_bandwidth_share", "Share of memory bandwidth.", "phase", _bandwidth)
+        yield self._counter("pdactors:sampled_tokens", "Tokens sampled.", _of_engine(_count("sampled_tokens")))
+        yield self._counter("pdactors:busy_seconds", "Seconds in steps.", _of_engine(lambda r: r.load.busy_s))
+        yield self._gauge("pdactors:leases", "Leases that it gave and that live.", _of(OWNERS, lambda r: len(r.leases)))
+        yield self._counter("pdactors:leases_expired", "Leases that ran out.", _of(OWNERS, _count("leases_expired")))
+        yield self._counter("pdactors:retries", "Attempts after requests' first.", _of(("router",), _count("retries")))
+        yield self._by_label(CounterMetricFamily, "dropped_messages", "Late, duplicate, unknown.", "kind", _dropped)
+        yield self._by_label(GaugeMetricFamily, "kv_blocks", "KV blocks by state.", "state", _blocks)
+        yield self._by_label(GaugeMetricFamily, "device_flops_share", "Of FLOP/s, in recent steps.", "phase", _flops)
+        yield self._by_label(GaugeMetricFamily, "device_bandwidth_share", "Of memory's.", "phase", _bandwidth)
+        yield self._steps()
+        yield self._gauge("pdactors:migrations_running", "To and from other nodes.", _of_migrator(_running))
+        for name, what in MIGRATIONS.items():
+            yield self._counter(f"pdactors:{name}", what, _of_migrator(_count(name)))
+        for name, (what, value) in TRANSFERS.items():
+            yield self._transfers(name, what, value)
 
     def _labels(self, report: Report) -> list[str]:
         return [self._model, report.name, report.node, report.role]
@@ -159,22 +177,35 @@ class _Reported:
             family.add_metric(labels, found)
         return family
 
-    def _dropped(self) -> Metric:
-        what = "Late, duplicate, unknown or malformed messages."
-        family = CounterMetricFamily("pdactors:dropped_messages", what, labels=(*LABELS, "kind"))
+    def _by_label(
+        self,
+        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        name: str,
+        what: str,
+        label: str,
+        values: Callable[[Report], Iterable[tuple[str, float]]],
+    ) -> Metric:
+        family = kind(f"pdactors:{name}", what, labels=(*LABELS, label))
         for report in self.reports:
-            for kind, count in report.dropped.items():
-                family.add_metric([*self._labels(report), kind], count)
+            for key, value in values(report):
+                family.add_metric([*self._labels(report), key], value)
         return family
 
-    def _gauges(
-        self, name: str, what: str, label: str, values: Callable[[Report], Iterable[tuple[str, float]]]
-    ) -> Metric:
-        family = GaugeMetricFamily(name, what, labels=(*LABELS, label))
+    def _steps(self) -> Metric:
+        what = "Durations of steps, whose batch is at most `batch` and more than half of it."
+        family = HistogramMetricFamily("pdactors:step_seconds", what, labels=(*LABELS, "phase", "batch"))
         for report in self.reports:
-            if report.role in ENGINES:
-                for key, value in values(report):
-                    family.add_metric([*self._labels(report), key], value)
+            for steps in report.steps:
+                labels = [*self._labels(report), steps.phase, str(steps.max_batch)]
+                family.add_metric(labels, _cumulative(steps), steps.seconds)
+        return family
+
+    def _transfers(self, name: str, what: str, value: Callable[[TransferCounts], float]) -> Metric:
+        family = CounterMetricFamily(f"pdactors:{name}", what, labels=(*LABELS, "direction", "path", "codec"))
+        for report in self.reports:
+            for counts in report.transfers:
+                labels = [*self._labels(report), counts.direction, counts.path, counts.codec]
+                family.add_metric(labels, value(counts))
         return family
 
     def _values(self, value: Value) -> Iterator[tuple[list[str], float]]:
@@ -183,12 +214,29 @@ class _Reported:
                 yield self._labels(report), found
 
 
+MIGRATIONS = {
+    "migrations": "Sequences whose KV was sent to another node.",
+    "migrations_pruned": "Of them, those whose KV was pruned.",
+    "migrations_failed": "Sequences whose KV could not be sent; it is computed again.",
+}
+TRANSFERS: dict[str, tuple[str, Callable[[TransferCounts], float]]] = {
+    "transfers": ("Transfers of KV that arrived whole.", lambda counts: counts.num_stored),
+    "transfer_errors": ("Transfers that were damaged or lost.", lambda counts: counts.num_failed),
+    "transfer_bytes": ("Bytes on the wire of those that arrived.", lambda counts: counts.num_bytes),
+    "transfer_seconds": ("Seconds of those that arrived, from room to storage.", lambda counts: counts.seconds),
+}
+
+
+def _of(roles: Sequence[Role], value: Callable[[Report], float]) -> Value:
+    return lambda report: value(report) if report.role in roles else None
+
+
 def _of_engine(value: Callable[[Report], float]) -> Value:
-    return lambda report: value(report) if report.role in ENGINES else None
+    return _of(ENGINES, value)
 
 
-def _of_router(value: Callable[[Report], float]) -> Value:
-    return lambda report: value(report) if report.role == "router" else None
+def _of_migrator(value: Callable[[Report], float]) -> Value:
+    return _of(("migrator",), value)
 
 
 def _count(what: str) -> Callable[[Report], float]:
@@ -214,25 +262,31 @@ def _usage(report: Report) -> float:
 
 def _blocks(report: Report) -> Iterator[tuple[str, float]]:
     blocks = report.load.blocks
+    if report.role not in OWNERS:
+        return
     for state in ("free", "cached", "used", "leased_out", "leased_in"):
         yield state, getattr(blocks, state)
 
 
-def _steps(report: Report) -> Iterator[tuple[str, float]]:
-    if report.load.step_ms.mean:
-        yield "0.5", report.load.step_ms.p50 / 1000
-        yield "0.99", report.load.step_ms.p99 / 1000
+def _dropped(report: Report) -> Iterator[tuple[str, float]]:
+    yield from report.dropped.items()
 
 
 def _flops(report: Report) -> Iterator[tuple[str, float]]:
-    load = report.load
-    for phase, use in (("prefill", load.prefill_use), ("decode", load.decode_use)):
-        if use.num_steps:
-            yield phase, use.flops_share
+    return ((phase, use.flops_share) for phase, use in _uses(report))
 
 
 def _bandwidth(report: Report) -> Iterator[tuple[str, float]]:
-    load = report.load
-    for phase, use in (("prefill", load.prefill_use), ("decode", load.decode_use)):
+    return ((phase, use.bandwidth_share) for phase, use in _uses(report))
+
+
+def _uses(report: Report) -> Iterator[tuple[str, PhaseUse]]:
+    for phase, use in (("prefill", report.load.prefill_use), ("decode", report.load.decode_use)):
         if use.num_steps:
-            yield phase, use.bandwidth_share
+            yield phase, use
+
+
+def _cumulative(steps: StepCounts) -> list[tuple[str, float]]:
+    """Return the buckets of a histogram: how many steps took at most so long."""
+    bounds = [*map(floatToGoString, STEP_BOUNDS_S), "+Inf"]
+    return list(zip(bounds, accumulate(steps.counts), strict=True))

@@ -164,6 +164,9 @@ class World:
     def __getitem__(self, index):
         return self.nodes[index]
 
+    def __iter__(self):
+        return iter(self.nodes)
+
     def handle(self, num_tokens=100, request="r", attempt=1, family=7):
         prefill = self[0].prefill
         tokens = self.tokens[request] = [family] * (num_tokens - 1) + [int.from_bytes(request.encode()) % 99]

@@ -44,7 +44,8 @@ def test_what_is_held_for_nobody_is_a_leak_whoever_holds_it(role):
 
 
 def test_a_migrator_says_what_it_moved():
-    busy, other = report("migrator", Load(num_moved=2, num_pruned=1, bytes_moved=77)), report("worker")
+    moved = {"migrations": 2, "migrations_pruned": 1, "migrated_bytes": 77}
+    busy, other = report("migrator", counts=moved), report("worker")
     told = status("run", "disaggregated", "tiny", Surveyed(1, (busy, other), (), ()))
     assert told["actors"][0]["moved"] == {"sequences": 2, "pruned": 1, "bytes": 77}
     assert "moved" not in told["actors"][1]

@@ -19,6 +19,13 @@ from pdactors.messages import (
 )
 from pdactors.policy.transfer import MAX_IN_FLIGHT
 
+
+def transfers(node):
+    """Return what a migrator counted; in these tests of one kind."""
+    (counts,) = node.migrator.report().transfers
+    return counts
+
+
 # ---- A migration --------
 
 
@@ -28,7 +35,12 @@ async def test_a_sequence_arrives_whole_and_everything_is_given_back(world_of, n
         world.migrate(world.handle(num_tokens))
         message = await world.arrives()
         assert message.num_bytes == LAYOUT.num_blocks(num_tokens) * LAYOUT.block_bytes
-        assert world[0].mover.num_moved == 1
+        assert world[0].migrator.counts["migrations"] == 1
+        for node, direction in zip(world, ("send", "receive"), strict=True):
+            counts = transfers(node)
+            assert (counts.direction, counts.path, counts.codec, counts.num_failed) == (direction, "ucx", "none", 0)
+            assert (counts.num_stored, counts.num_bytes) == (-(-message.handle.num_tokens // 128), message.num_bytes)
+            assert 0 < counts.seconds < 10
         world.release()
         await world.all_is_back()
 
@@ -39,6 +51,9 @@ async def test_the_source_lets_go_once_all_has_arrived(world_of, until):
         world[1].port.holds = payloads
         world.migrate(world.handle())
         await until(lambda: world[1].port.held)
+        (move,) = world[0].migrator.report().moves
+        assert (move.request, move.to, move.codec, move.num_stored) == ("r", "n1/migrator", "none", 0)
+        assert move.num_blocks == LAYOUT.num_blocks(100)
         world[0].prefill.loans.sweep(world[0].migrator.clock())
         (lease,) = world[0].prefill.loans.live()
         assert lease.holder_slot == MIGRATOR
@@ -46,6 +61,7 @@ async def test_the_source_lets_go_once_all_has_arrived(world_of, until):
         await world.arrives()
         await until(lambda: world[0].prefill.loans.sweep(world[0].migrator.clock()))
         assert not world[0].mover.loans.borrowed
+        assert not world[0].migrator.report().moves
 
 
 async def test_what_has_arrived_once_is_not_sent_again(world_of):
@@ -88,7 +104,7 @@ async def test_what_was_pruned_arrives_as_that_and_is_found_by_nobody(world_of):
         world.hub.tell(world[0].name, Migrate("r", 1, handle, world[1].name))
         message = await world.arrives()
         assert (message.handle.num_tokens, message.handle.num_pruned) == (100, 40)
-        assert (world[0].mover.num_moved, world[0].mover.num_pruned) == (1, 1)
+        assert (world[0].migrator.counts["migrations"], world[0].migrator.counts["migrations_pruned"]) == (1, 1)
         world.release()
         await world.all_is_back()
         assert world[1].mover.pool.account().cached == 0
@@ -156,6 +172,8 @@ async def test_a_damaged_byte_is_caught_and_sent_again(world_of):
         message = await world.arrives()
         assert world[1].port.num_payloads == 2
         assert spoiled
+        assert [(t.num_stored, t.num_failed) for t in map(transfers, world)] == [(1, 1), (1, 1)]
+        assert {transfers(node).num_bytes for node in world} == {message.num_bytes}
         assert message.num_bytes == LAYOUT.num_blocks(100) * LAYOUT.block_bytes
         world.release()
         await world.all_is_back()
@@ -174,6 +192,8 @@ async def test_what_is_damaged_again_and_again_is_given_up(world_of):
     async with world_of(kv={"damage_every": 1}) as world:
         world.migrate(world.handle(MAX_TOKENS))
         await world.strands("failed 4 times: checksum")
+        assert world[0].migrator.report().counts["migrations_failed"] == 1
+        assert transfers(world[0]).num_failed >= 4
         assert not world.hub.of(Migrated)
         await asyncio.sleep(0.02)
         world.release()
@@ -251,6 +271,8 @@ async def test_a_migrator_that_is_lost_on_the_way_leaves_nothing_behind(world_of
         await world.stop(lost)
         if lost == 1:
             await world.strands("n1/migrator was lost")
+            if step == "landing":
+                assert transfers(world[0]).num_failed > 0
             world.release()
             await world.all_is_back()
         else:

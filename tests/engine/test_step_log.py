@@ -7,7 +7,7 @@ from pdactors.engine.machine import Machine
 from pdactors.engine.shape import ModelShape
 from pdactors.engine.step import Step, StepResult
 from pdactors.engine.step_log import NUM_STEPS, SLOW_LOG_PERIOD_S, StepLog
-from pdactors.messages import PhaseUse, StepTimes
+from pdactors.messages import STEP_BOUNDS_S, PhaseUse, StepTimes
 
 SHAPE = ModelShape(
     architecture="x",
@@ -48,6 +48,22 @@ def make_step(*spans: tuple[int, int]) -> Step:
 
 def took(duration_s: float, attention_s: float = 0.0, sampling_s: float = 0.0) -> StepResult:
     return StepResult([], duration_s, attention_s, sampling_s)
+
+
+# ---- Durations --------
+
+
+def test_steps_are_sorted_by_phase_batch_and_how_long_they_took():
+    log = make_log()
+    for batch, duration_s in ((1, 0.001), (3, 0.0011), (4, 0.0025), (4, 41.0), (5, 0.5)):
+        log.add(make_step(*[(1, 7)] * batch), took(duration_s))
+    log.add(make_step((4, 4), (1, 9), (1, 9)), took(0.5))
+    found = {(c.phase, c.max_batch): c for c in log.counts()}
+    assert found.keys() == {("decode", 1), ("decode", 4), ("decode", 8), ("prefill", 4)}
+    assert found["decode", 1].counts == (1, *[0] * len(STEP_BOUNDS_S))
+    assert found["decode", 4].counts == (0, 2, *[0] * (len(STEP_BOUNDS_S) - 2), 1)
+    assert found["decode", 4].seconds == 0.0011 + 0.0025 + 41.0
+    assert sum(found["decode", 8].counts) == sum(found["prefill", 4].counts) == 1
 
 
 # ---- Shares --------

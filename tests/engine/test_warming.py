@@ -70,7 +70,7 @@ def test_the_compiler_is_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(warming.subprocess, "Popen", Process)
     warming.start_compiling("bfloat16")
-    assert commands == [["-m", "pdactors.kernels.warm", "bfloat16"]]
+    assert commands == [["-m", "pdactors.engine.compiling", "bfloat16"]]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

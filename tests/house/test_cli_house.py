@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from pdactors import Client, Cluster
 from pdactors.cli.main import COMMANDS, main
+from pdactors.cli.top import Sample, figures, view
 
 GROUPS = {"bench", "model", "config"}  # whose subcommands have the examples
 NUMBERS = re.compile(r"\[(\d+) tokens, (\d+) of (\d+) prompt tokens cached, first after \d+ ms, then \d+ ms each\]")
@@ -63,13 +67,51 @@ def test_chat_goes_on_after_a_message_that_is_too_long(cluster: Cluster) -> None
     assert "model.max_model_len" in result.stderr
 
 
-def test_top_once_shows_every_actor_and_leaves(cluster: Cluster, run: Run) -> None:
-    result = run(cluster, "top", "--once")
+def test_top_shows_what_every_actor_did_in_between(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Client(cluster.zmq) as client:
+        earlier = Sample(time.monotonic(), client.status(), client.requests())
+        answer = client.generate("^", max_tokens=40, ignore_eos=True)
+        later = Sample(time.monotonic(), client.status(), client.requests())
+    found = figures(earlier, later)
+    tokens = {a["role"]: round(found["seconds"] * a["tokens_s"]) for a in found["actors"] if a["tokens_s"] is not None}
+    assert tokens == {"gateway": 40, "prefill": 1, "decode": 39}
+    (decode,) = [actor for actor in found["actors"] if actor["role"] == "decode"]
+    assert 0 < decode["busy"] <= 1.01
+    assert found["recent"][0]["request"] == answer.request
+    monkeypatch.setenv("COLUMNS", "80")
+    Console().print(view(found))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80, lines
+    for actor in cluster.ready.actors:
+        assert [line for line in lines if line.startswith("n0 ") and f" {actor.name.removeprefix('n0/')} " in line]
+    (line,) = [line for line in lines if line.startswith(answer.request)]
+    assert "length" in line
+    assert [float(figure) for figure in line.split()[-2:]] == pytest.approx(
+        [answer.timing.ttft_ms, answer.timing.total_ms], abs=0.6
+    )
+
+
+def test_top_without_a_terminal_prints_one_interval_after_the_other(cluster: Cluster) -> None:
+    command = [sys.executable, "-m", "pdactors.cli.main", "top", "--zmq", cluster.zmq, "--interval", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "80"}) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(2)]
+        while sum(cluster.ready.run_id in line for line in lines) < 2:
+            lines.append(process.stdout.readline())
+            assert lines[-1], lines
+        process.terminate()
+    assert "\x1b" not in "".join(lines)
+
+
+def test_top_once_and_json_show_one_interval_and_leave(cluster: Cluster, run: Run) -> None:
+    result = run(cluster, "top", "--once", "--interval", "0.1")
     assert (result.exit_code, result.stderr) == (0, "")
     assert cluster.ready.run_id in result.stdout
-    for actor in cluster.ready.actors:
-        assert str(actor.pid) in result.stdout
-    assert "of FLOP/s" in result.stdout
+    result = run(cluster, "top", "--json", "--interval", "0.1")
+    assert (result.exit_code, result.stderr, result.stdout.count("\n")) == (0, "", 1)
+    assert json.loads(result.stdout).keys() >= {"run_id", "actors", "moves", "recent", "seconds"}
 
 
 def test_scale_and_drain_wait_until_it_is_so(

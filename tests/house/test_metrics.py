@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from scrape import Scrape
 
 from pdactors import AsyncClient, Client, Cluster, PDError
 
@@ -18,24 +18,8 @@ HISTOGRAMS = (
     "request_queue_time request_prefill_time request_decode_time"
 ).split()
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+TOKEN_BYTES = 512  # of the tiny model's KV
 COUNTERS = "prompt_tokens generation_tokens request_success prefix_cache_queries prefix_cache_hits".split()
-
-
-class Scrape:
-    """What one scrape found."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        response = httpx2.get(f"http://{cluster.http}/metrics", timeout=10.0)
-        assert response.status_code == 200
-        assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
-        self.families = {family.name: family for family in text_string_to_metric_families(response.text)}
-        self.samples = [sample for family in self.families.values() for sample in family.samples]
-
-    def sum(self, name: str, **labels: str) -> float:
-        """Add up the samples of a name that have these labels."""
-        found = [sample for sample in self.samples if sample.name == name and labels.items() <= sample.labels.items()]
-        assert found, name
-        return sum(sample.value for sample in found)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +34,7 @@ async def test_counters_agree_exactly_with_the_clients_own_counts(
 ) -> None:
     prompts = [make_ids(i % 5, 40 + i) for i in range(30)]  # some begin alike
     async with AsyncClient(fresh.zmq) as client:
+        await client.generate("^", max_tokens=2)  # so that every series is there
         before = await asyncio.to_thread(Scrape, fresh)
         asking = asyncio.gather(
             *(client.generate(prompt_token_ids=p, max_tokens=1 + i, ignore_eos=True) for i, p in enumerate(prompts)),
@@ -80,8 +65,23 @@ async def test_counters_agree_exactly_with_the_clients_own_counts(
     assert grown("vllm:e2e_request_latency_seconds_sum") == pytest.approx(total_s)
     decode_s = grown("vllm:inter_token_latency_seconds_sum")
     assert grown("vllm:request_decode_time_seconds_sum") == pytest.approx(decode_s, rel=1e-3, abs=1e-3)
+    handed = [answer for answer in answers if answer.path == "lease"]
+    assert grown("pdactors:handover_seconds_count", path="lease", codec="none") == len(handed) > 25
+    handed_bytes = TOKEN_BYTES * sum(answer.usage.prompt_tokens for answer in handed)
+    assert grown("pdactors:handover_kv_bytes_total", path="lease", codec="none") == handed_bytes
+    assert grown("pdactors:sampled_tokens_total") == generated
+    assert grown("pdactors:sampled_tokens_total", role="prefill") == 31
+    computed = sum(answer.usage.prompt_tokens - answer.usage.cached_tokens for answer in answers)
+    assert grown("pdactors:prompt_tokens_computed_total", role="prefill") == computed
+    for role in ("prefill", "decode"):
+        assert grown("pdactors:step_seconds_sum", role=role) == pytest.approx(
+            grown("pdactors:busy_seconds_total", role=role), abs=2e-3
+        )
+    assert after.sum("pdactors:retries_total") == after.sum("pdactors:leases_expired_total") == 0
+    assert after.sum("pdactors:leases") == 0
     for earlier, later in zip([before, *during], [*during, after], strict=True):
-        assert earlier.sum("vllm:generation_tokens_total") <= later.sum("vllm:generation_tokens_total")
+        now = later.counters()
+        assert {key: value for key, value in earlier.counters().items() if now[key] < value} == {}
 
 
 def test_every_promised_name_is_there_with_its_kind_and_labels(fresh: Cluster) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from netns import Host, missing, namespaces
+from scrape import Scrape
 from test_nodes import JOIN_TOKEN, LOST_S, QUICK, TOKEN, Machines, Settings
 
 from pdactors import AsyncClient, Client, Cluster, PDError, launch
@@ -100,7 +101,14 @@ def test_tokens_are_those_of_one_node_and_what_is_there_is_not_moved_again(
         wait(lambda: is_clean(client), LOST_S, lambda: f"{client.status()} {client.leaks()}")
         first = moved(client)
         assert first["sequences"] == len(asks)
-        assert first["bytes"] >= sum(len(fields["prompt_token_ids"]) for fields in asks) * 512
+        num_bytes = sum(len(fields["prompt_token_ids"]) for fields in asks) * 512
+        assert first["bytes"] >= num_bytes
+        seen, way = Scrape(both), {"path": "ucx", "codec": "none"}
+        assert seen.sum("pdactors:migrations_total") == seen.sum("pdactors:handover_seconds_count", **way) == len(asks)
+        assert seen.sum("pdactors:handover_kv_bytes_total", **way) == num_bytes
+        for direction in ("send", "receive"):
+            assert seen.sum("pdactors:transfer_bytes_total", direction=direction, **way) == first["bytes"]
+            assert seen.sum("pdactors:transfer_errors_total", direction=direction, **way) == 0
         answers(both.zmq, asks)
         wait(lambda: is_clean(client), LOST_S, lambda: f"{client.status()} {client.leaks()}")
         second = moved(client)

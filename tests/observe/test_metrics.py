@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdactors.client_messages import DoneEvent, Timing, Usage
-from pdactors.messages import Blocks, Load, PhaseUse, Report, StepTimes
+from pdactors.messages import STEP_BOUNDS_S, Blocks, Load, PhaseUse, Report, StepCounts, TransferCounts
 from pdactors.observe.metrics import Metrics
 
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana.json"
@@ -20,11 +20,12 @@ LOAD = Load(
     waiting=3,
     pending_tokens=70,
     blocks=Blocks(total=10, free=4, cached=1, used=3, leased_out=2, leased_in=1),
-    step_ms=StepTimes(20.0, 19.0, 40.0),
     prompt_tokens_computed=900,
     num_preempted=4,
     decode_use=PhaseUse(5, 0.1, 0.6),
+    busy_s=7.5,
 )
+TIMES = (0, 3, 0, 0, 2, *[0] * (len(STEP_BOUNDS_S) - 5), 1)  # steps of at most 2.5 and 25 ms, and one of more than 40 s
 ROUTER = Report(
     "router",
     "router",
@@ -37,12 +38,38 @@ ROUTER = Report(
     dropped={"Finished": 3, "stranger": 4},
     counts={"retries": 2},
 )
-DECODE = Report("n0/decode-0", "decode", "n0", "r0", "draining", 2, 1, LOAD)
+DECODE = Report(
+    "n0/decode-0",
+    "decode",
+    "n0",
+    "r0",
+    "draining",
+    2,
+    1,
+    LOAD,
+    counts={"sampled_tokens": 77},
+    steps=(StepCounts("decode", 4, TIMES, 41.05), StepCounts("prefill", 1, (1, *TIMES[1:]), 41.06)),
+)
+MIGRATOR = Report(
+    "n0/migrator",
+    "migrator",
+    "n0",
+    "r0",
+    "ready",
+    3,
+    1,
+    Load(running=2, blocks=Blocks(total=5, free=5)),
+    counts={"migrations": 6, "migrations_pruned": 1, "migrations_failed": 2, "leases_expired": 3},
+    transfers=(
+        TransferCounts("send", "ucx", "int8", 9, 1, 9000, 0.5),
+        TransferCounts("receive", "ucx", "none", 4, 0, 800, 0.25),
+    ),
+)
 
 
-def done(reason: Any = "stop", tokens: int = 4, path: Any = "lease") -> DoneEvent:
+def done(reason: Any = "stop", tokens: int = 4, path: Any = "lease", **how: Any) -> DoneEvent:
     timing = Timing(queue_ms=10, prefill_ms=20, migration_ms=1, ttft_ms=31, tpot_ms=5, total_ms=50)
-    return DoneEvent("id", reason, Usage(8, tokens, 2), timing, path)
+    return DoneEvent("id", reason, Usage(8, tokens, 2), timing, path, **how)
 
 
 class Shown:
@@ -60,7 +87,7 @@ class Shown:
 
 @pytest.fixture
 def metrics() -> Metrics:
-    return Metrics("tiny", "gateway", "n0")
+    return Metrics("tiny", "gateway", "n0", kv_token_bytes=100)
 
 
 def test_a_request_is_counted_where_it_belongs(metrics: Metrics) -> None:
@@ -86,6 +113,20 @@ def test_a_request_is_counted_where_it_belongs(metrics: Metrics) -> None:
     }.items():
         assert shown.value(f"vllm:{name}") == pytest.approx(expected), name
     assert shown.value("pdactors:handover_seconds_sum", path="lease", codec="none") == 0.001
+
+
+def test_hand_overs_are_told_apart_by_path_and_codec(metrics: Metrics) -> None:
+    metrics.ended(done())
+    metrics.ended(done(path="ucx", codec="int8", pruned_tokens=3))
+    metrics.ended(done(path="ucx", codec="int8"))
+    shown = Shown(metrics)
+    found = {
+        (s.labels["path"], s.labels["codec"]): s.value
+        for s in shown.samples
+        if s.name == "pdactors:handover_kv_bytes_total"
+    }
+    assert found == {("lease", "none"): 800, ("ucx", "int8"): 500 + 800}
+    assert shown.value("pdactors:handover_seconds_count", path="ucx", codec="int8") == 2
 
 
 def test_what_never_moved_was_not_handed_over(metrics: Metrics) -> None:
@@ -120,7 +161,8 @@ def test_reports_become_gauges_with_the_actors_labels(metrics: Metrics) -> None:
     assert shown.value("vllm:kv_cache_usage_perc", **decode) == 0.5
     assert shown.value("vllm:num_preemptions_total", **decode) == 4
     assert shown.value("pdactors:kv_blocks", state="leased_out", **decode) == 2
-    assert shown.value("pdactors:step_seconds", quantile="0.99", **decode) == 0.04
+    assert shown.value("pdactors:busy_seconds_total", **decode) == 7.5
+    assert shown.value("pdactors:sampled_tokens_total", **decode) == 77
     assert shown.value("pdactors:device_bandwidth_share", phase="decode", **decode) == 0.6
     assert shown.value("pdactors:dropped_messages_total", actor="router", kind="stranger") == 4
     assert shown.value("pdactors:retries_total") == 2
@@ -130,13 +172,38 @@ def test_reports_become_gauges_with_the_actors_labels(metrics: Metrics) -> None:
     assert shown.value("pdactors:up", actor="n0/prefill-0", node="n0") == 0
 
 
+def test_steps_become_a_histogram_for_each_phase_and_batch(metrics: Metrics) -> None:
+    shown = Shown(metrics, DECODE)
+    name, kind = "pdactors:step_seconds", {"phase": "decode", "batch": "4"}
+    bounds = ("0.001", "0.0025", "0.01", "0.025", "40.0", "+Inf")
+    assert [shown.value(f"{name}_bucket", le=le, **kind) for le in bounds] == [0, 3, 3, 5, 5, 6]
+    assert (shown.value(f"{name}_count", **kind), shown.value(f"{name}_sum", **kind)) == (6, 41.05)
+    assert shown.value(f"{name}_count", phase="prefill", batch="1") == 7
+
+
+def test_transfers_are_told_apart_by_direction_path_and_codec(metrics: Metrics) -> None:
+    shown = Shown(metrics, MIGRATOR, DECODE)
+    for labels, expected in {
+        ("send", "ucx", "int8"): (9, 1, 9000, 0.5),
+        ("receive", "ucx", "none"): (4, 0, 800, 0.25),
+    }.items():
+        kind = dict(zip(("direction", "path", "codec"), labels, strict=True))
+        names = ("transfers", "transfer_errors", "transfer_bytes", "transfer_seconds")
+        assert tuple(shown.value(f"pdactors:{name}_total", **kind) for name in names) == expected
+    assert shown.value("pdactors:migrations_running") == 2
+    counts = [shown.value(f"pdactors:migrations{which}_total") for which in ("", "_pruned", "_failed")]
+    assert counts == [6, 1, 2]
+    assert shown.value("pdactors:leases_expired_total", role="migrator") == 3
+    assert shown.value("pdactors:kv_blocks", role="migrator", state="free") == 5
+
+
 def test_an_actor_that_is_gone_is_shown_no_longer(metrics: Metrics) -> None:
     Shown(metrics, ROUTER, DECODE)
     assert {s.labels["actor"] for s in Shown(metrics, ROUTER).samples} == {"gateway", "router"}
 
 
 def test_two_gateways_of_one_process_count_apart(metrics: Metrics) -> None:
-    Metrics("tiny", "gateway", "n1").failed("internal")
+    Metrics("tiny", "gateway", "n1", 100).failed("internal")
     assert "pdactors:requests_failed_total" not in Shown(metrics).names
 
 
@@ -144,8 +211,8 @@ def test_the_dashboard_asks_for_what_exists(metrics: Metrics) -> None:
     metrics.tokens(2, 0.1, (8, 2))
     metrics.ended(done())
     metrics.failed("overloaded")
-    names = Shown(metrics, ROUTER, DECODE).names
+    names = Shown(metrics, ROUTER, DECODE, MIGRATOR).names
     queries = [t["expr"] for panel in json.loads(DASHBOARD.read_text())["panels"] for t in panel["targets"]]
     asked = {name for query in queries for name in re.findall(r"(?:vllm|pdactors):\w+", query)}
-    assert len(asked) > 20
+    assert len(asked) > 30
     assert asked <= names
