@@ -238,7 +238,9 @@ class _Asker:
             return found
 
     async def _put(self, address: str, kind: Kind, concurrency: int, count: int) -> list[Record]:
-        made = make_requests((kind,), range(self.vocab_size // 2, self.vocab_size), f"calibrate {kind.name}")
+        made = make_requests(
+            (kind,), range(self.vocab_size // 2, self.vocab_size), f"calibrate {kind.name} {concurrency}"
+        )
         async with LineTarget.connect(address, token=self.token) as target:
             for wanted in (concurrency, count):  # the first to warm up
                 asked = list(itertools.islice(made, wanted))

@@ -70,7 +70,7 @@ def test_what_processes_cost_is_found_again_in_what_they_do():
         cluster = SimCluster(load(None, sets=sets), MODEL, true)
         found = []
         for kind, concurrency, count in loads:
-            made = make_requests((kind,), range(1000), kind.name)
+            made = make_requests((kind,), range(1000), f"{kind.name} {concurrency}")
             records = cluster.run_closed((next(made) for _ in range(count)), concurrency, patience_s=100)
             found.append(list(records))
             records.clear()
