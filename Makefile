@@ -24,13 +24,13 @@ test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow --timeout 1800
 
 check: $(READY)
-	$(BIN)/ruff format --check pdactors tests benchmarks
-	$(BIN)/ruff check pdactors tests benchmarks
+	$(BIN)/ruff format --check pdactors tests benchmarks examples
+	$(BIN)/ruff check pdactors tests benchmarks examples
 	$(BIN)/mypy
 
 format: $(READY)
-	$(BIN)/ruff format pdactors tests benchmarks
-	$(BIN)/ruff check --fix pdactors tests benchmarks
+	$(BIN)/ruff format pdactors tests benchmarks examples
+	$(BIN)/ruff check --fix pdactors tests benchmarks examples
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

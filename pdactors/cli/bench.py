@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pdactors.cli.bench_router import router
 from pdactors.cli.bench_serve import serve
 from pdactors.cli.options import config_options
 
@@ -21,6 +22,7 @@ def command() -> None:
     """Measure on this machine, each figure beside its reference in the same run."""
 
 
+command.add_command(router)
 command.add_command(serve)
 
 

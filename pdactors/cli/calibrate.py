@@ -12,7 +12,7 @@ from pdactors.cli.options import config_options
 
 @click.command("calibrate", epilog="Example:  pdactors calibrate -o cost.json && pdactors simulate --cost cost.json")
 @config_options
-@click.option("--rounds", type=click.IntRange(1, 1000), default=5, show_default=True, help="Of each measurement.")
+@click.option("--rounds", type=click.IntRange(1, 1000), default=3, show_default=True, help="Of each measurement.")
 @click.option(
     "-o",
     "--output",
@@ -22,7 +22,7 @@ from pdactors.cli.options import config_options
 def command(file: Path | None, sets: tuple[str, ...], rounds: int, output: Path | None) -> None:
     """Measure what steps, messages and transfers of FILE's engines cost on this machine, for `pdactors simulate`.
 
-    Takes a few minutes, starts three small clusters, and wants the machine for itself.
+    Takes two minutes, starts two small clusters, and wants the machine for itself.
     """
     from pdactors.engine.store import progress_bar
     from pdactors.sim.calibrate import calibrate

@@ -104,13 +104,15 @@ def command(
 
 
 def _show(found: PlanResult) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     from pdactors.sim.plan_report import COLUMNS, candidates, rows, words
 
     console = Console()
-    table = Table(title=f"{found.model}; {found.tried} simulations", title_justify="left")
+    title = f"{found.model} on {found.hardware}; {found.tried} simulations"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in COLUMNS:
         table.add_column(column)
     for row in rows(found):

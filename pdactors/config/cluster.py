@@ -23,6 +23,8 @@ class Section(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ClusterSection(Section, frozen=True):
+    """What kind of cluster it is."""
+
     mode: Annotated[Mode, Meta(description="which actors run, and where KV goes")] = "disaggregated"
     drain_s: Annotated[
         float,
@@ -31,6 +33,8 @@ class ClusterSection(Section, frozen=True):
 
 
 class ModelSection(Section, frozen=True):
+    """The one model that the cluster serves."""
+
     path: Annotated[
         str, Meta(min_length=1, description="a bundled name, a Hugging Face folder, a .gguf file, or a Hub id")
     ] = "smollm2-135m"
@@ -58,6 +62,8 @@ class ListenSection(Section, frozen=True):
 
 
 class EngineSection(Section, frozen=True):
+    """How engines batch; the same for all of them."""
+
     max_batch: Annotated[int, Meta(ge=1, le=4096, description="sequences per decode step")] = 32
     chunk_tokens: Annotated[
         int, Meta(ge=1, le=2**20, description="prefill chunk; also the token budget of a mixed step")
@@ -74,6 +80,8 @@ class EngineSection(Section, frozen=True):
 
 
 class KVSection(Section, frozen=True):
+    """The KV cache, how it is laid out, lent and moved."""
+
     block_tokens: Annotated[
         int,
         Meta(ge=MIN_BLOCK_TOKENS, le=MAX_BLOCK_TOKENS, description="tokens per block; a power of two"),
@@ -126,6 +134,8 @@ def _size(key: str, text: str | int) -> int:
 
 
 class RouterSection(Section, frozen=True):
+    """Where requests go, how many may wait, and when an actor counts as lost."""
+
     node: Annotated[str, Meta(description="the node that runs router and gateway")] = "n0"
     control: Annotated[str, Meta(description="where actors join; a fixed port when other machines do")] = (
         "tcp://127.0.0.1:0"
@@ -151,6 +161,8 @@ class RouterSection(Section, frozen=True):
 
 
 class TraceSection(Section, frozen=True):
+    """What actors remember for timelines."""
+
     requests: Annotated[
         int, Meta(ge=0, le=2**20, description="every actor can tell what it did for so many of the last; 0: for none")
     ] = 256
@@ -158,6 +170,8 @@ class TraceSection(Section, frozen=True):
 
 
 class SecuritySection(Section, frozen=True):
+    """Who gets in. Secrets are better kept in files, which `pdactors keys` makes."""
+
     token: Annotated[str, Meta(description="bearer token of clients (TCP, HTTP, ZeroMQ)")] = ""
     token_file: Annotated[str, Meta(description="a file that holds the token, instead of token")] = ""
     join_token: Annotated[
@@ -223,6 +237,8 @@ def _read_token(key: str, file: str) -> str:
 
 
 class NodeSection(Section, frozen=True):
+    """One machine's part, or a part of one: each node has a KV arena of its own. Repeat the table for each."""
+
     name: Annotated[str, Meta(description="unique; letters, digits, - and _, a letter first")] = "n0"
     host: Annotated[str, Meta(description="address of the machine; two nodes may share one")] = "127.0.0.1"
     rack: Annotated[str, Meta(description="nodes of one rack are near each other")] = "r0"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,15 +21,21 @@ _ELEMENTS: dict[KVDtype, type[np.generic]] = {"bfloat16": np.uint16, "float16": 
 
 
 @dataclass(frozen=True, slots=True)
-class _Codec:
+class Form:
+    """What a codec consists of. `sizes` are layers, kv_heads, head_dim and block_tokens; arrays are flat.
+
+    `encode(elements, rows, block_elements, *sizes, frames)` writes the frames of the blocks in `rows`, one after
+    the other; `decode(frames, rows, block_elements, *sizes, elements)` is its reverse. bfloat16 elements are uint16.
+    """
+
     frame_bytes: Callable[[int, int, int, int], int]
     encode: Callable[..., None]
     decode: Callable[..., None]
 
 
-_CODECS: dict[str, _Codec] = {
-    "int8": _Codec(quantise.frame_bytes8, quantise.encode8, quantise.decode8),
-    "int4": _Codec(quantise.frame_bytes4, quantise.encode4, quantise.decode4),
+FORMS: dict[str, Form] = {
+    "int8": Form(quantise.frame_bytes8, quantise.encode8, quantise.decode8),
+    "int4": Form(quantise.frame_bytes4, quantise.encode4, quantise.decode4),
 }
 
 
@@ -103,10 +109,10 @@ def prepare(codec: CodecName, layout: KVLayout) -> None:
     decode(codec, small, frame, block)
 
 
-def _codec(name: str) -> _Codec:
-    if name not in _CODECS:
-        raise ValueError(f"no codec {name!r}; there are {', '.join(get_args(CodecName))}")
-    return _CODECS[name]
+def _codec(name: str) -> Form:
+    if name not in FORMS:
+        raise ValueError(f"no codec {name!r}; there are {', '.join(FORMS)}")
+    return FORMS[name]
 
 
 def _sizes(layout: KVLayout) -> tuple[int, int, int, int]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from pdactors.policy.admission import Limits
 from pdactors.policy.fleet import FleetState
-from pdactors.policy.placement import DecodeDecision, EngineView, Place, choose_prefill, schedule_decode
+from pdactors.policy.placement import BEST_OF_FEW, DecodeDecision, EngineView, Place, choose_prefill, schedule_decode
 from pdactors.policy.requests import Request, RequestTable, Stage
 
 FIRST_ROLES = ("prefill", "worker")  # who computes prompts
@@ -100,7 +100,7 @@ class Chooser:
 
     def _decodes(self, request: Request, source: Place, planned: str) -> list[EngineView]:
         """Return decode engines of which one is the best for KV at a place; all where some cannot be reached."""
-        if self._limits.policy != "round_robin":
+        if self._limits.policy in BEST_OF_FEW:
             standings = self._fleet.refresh(self._requests.assigned, self._requests.touched)
             views = standings.decodes(source, (planned, *request.owners))
             if all(self._fleet.needs_migration(source, view.place) is not None for view in views):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 MIN_SLACK = 4  # requests by which engines may differ and still count as equally busy
 
 PlacementPolicy = Literal["locality", "least_loaded", "round_robin"]
+BEST_OF_FEW = {"locality", "least_loaded"}  # policies to which `Standings` need not show every engine
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,10 @@ class DecodeDecision:
     target: str
     need_migration: bool
     distance: int
+
+
+# Chooses one of the engines with room, which come by name: (where the KV is, engines, max_distance, turn).
+Policy: TypeAlias = Callable[[Place, Sequence[EngineView], int, int], EngineView]
 
 
 def choose_prefill(
@@ -106,26 +111,40 @@ def schedule_decode(
     needs_migration: Callable[[Place, Place], bool | None],
     turn: int = 0,
 ) -> DecodeDecision | None:
-    """Choose the engine that decodes a sequence whose KV is at `source`; None if nobody has room.
+    """Choose, as `policy` does, the engine that decodes a sequence whose KV is at `source`; None if nobody has room.
 
-    `locality`: the nearest engine with capacity up to `max_distance`, of equals the one that owns most of the sequence,
-    then the least loaded; where there is none that near, the least loaded one.
-    `least_loaded`: the least loaded, wherever it is. `round_robin`: each in turn (`turn` counts the decisions).
-    `needs_migration` says whether KV has to move from one place to another; None: it cannot get there.
+    `needs_migration` says whether KV has to move from one place to another; None: it cannot get there. `turn` counts
+    the decisions.
     """
     moves = {e.name: needs_migration(source, e.place) for e in engines}
     candidates = sorted((e for e in engines if e.has_capacity and moves[e.name] is not None), key=lambda e: e.name)
     if not candidates:
         return None
-    if policy == "round_robin":
-        chosen = candidates[turn % len(candidates)]
-    else:
-        near = [e for e in candidates if source.distance(e.place) <= max_distance]
-        if policy == "locality" and near:
-            chosen = min(near, key=lambda e: (source.distance(e.place), -e.num_owned, e.num_requests))
-        else:
-            chosen = min(candidates, key=lambda e: (e.num_requests, source.distance(e.place)))
+    chosen = POLICIES[policy](source, candidates, max_distance, turn)
     return DecodeDecision(chosen.name, bool(moves[chosen.name]), source.distance(chosen.place))
 
+
+def _locality(source: Place, engines: Sequence[EngineView], max_distance: int, turn: int) -> EngineView:
+    """The nearest up to `max_distance`, of equals the one that owns most of the sequence, then the least loaded.
+
+    Where there is none that near, the least loaded one.
+    """
+    near = [e for e in engines if source.distance(e.place) <= max_distance]
+    if not near:
+        return _least_loaded(source, engines, max_distance, turn)
+    return min(near, key=lambda e: (source.distance(e.place), -e.num_owned, e.num_requests))
+
+
+def _least_loaded(source: Place, engines: Sequence[EngineView], _max_distance: int, _turn: int) -> EngineView:
+    """The least loaded, wherever it is."""
+    return min(engines, key=lambda e: (e.num_requests, source.distance(e.place)))
+
+
+def _round_robin(_source: Place, engines: Sequence[EngineView], _max_distance: int, turn: int) -> EngineView:
+    """Each in turn."""
+    return engines[turn % len(engines)]
+
+
+POLICIES: dict[str, Policy] = {"locality": _locality, "least_loaded": _least_loaded, "round_robin": _round_robin}
 
 _NOBODY = EngineView("", Place("", ""), 0, 0)

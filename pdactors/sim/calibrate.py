@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import msgspec
 import numpy as np
 
 from pdactors.bench.engine import chunk_step, decode_step, time_ms
 from pdactors.bench.figures import itl_ms, ttft_ms
+from pdactors.bench.free_ports import free_ports
 from pdactors.bench.line_target import LineTarget
 from pdactors.bench.load import Record, closed_loop
 from pdactors.bench.wire import compare
-from pdactors.bench.workload import CHAT, LONG, Kind, Request, make_requests
+from pdactors.bench.workload import CHAT, LONG, Kind, make_requests
 from pdactors.client import launch
-from pdactors.config.cluster import ClusterConfig
 from pdactors.config.load import load
 from pdactors.engine import store
 from pdactors.engine.load import load_model, why_not_lean
@@ -38,8 +39,13 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 BATCHES = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (64, 1024)
 PAST = 1536  # of the chunk that tells what attention costs
+HANDOVER = Kind("hand-over", CHAT.prompt_tokens, (4, 4))
+LEAST_CONTROL_S = 1e-5
 PATIENCE_S = 120.0
 CODEC_BLOCKS = 16
+
+# Starts a cluster with such settings, and puts closed loops to it: kind, how many in flight, how many in all.
+Ask = Callable[[Sequence[str], Sequence[tuple[Kind, int, int]]], list[list[Record]]]
 
 
 @dataclass(frozen=True)
@@ -53,26 +59,31 @@ class Steps:
 
 
 def calibrate(
-    file: Path | None, *, sets: Sequence[str] = (), rounds: int = 5, progress: Progress = silent
+    file: Path | None, *, sets: Sequence[str] = (), rounds: int = 3, progress: Progress = silent
 ) -> CostModel:
     """Measure what the engines of a cluster file's first node cost on this machine; takes a few minutes.
 
-    Steps are timed in this process, then small clusters are started: one worker tells what a step takes besides, two
-    how they slow each other, a prefill and a decode engine what a message takes.
+    Steps are timed in this process, then two small clusters are started: two workers tell what a step takes besides and
+    how they slow each other, a prefill and a decode engine what a message and a sequence take.
 
     Raises:
-        ConfigError: the cluster file is wrong.
+        ConfigError: the cluster file is wrong, or has several nodes.
         PDError: a cluster does not start, or fails a request.
     """
     config = load(file, sets=sets)
+    if len(config.node) > 1:
+        raise ConfigError("calibrate needs a file with one [[node]]: it measures the engines of one machine")
     folder = store.resolve(config.model.path, fetch=True, progress=progress)
     shape = ModelShape.read(folder)
     block_tokens = config.kv.block_tokens
     is_lean = not why_not_lean(folder, shape, config.model.dtype, block_tokens)
-    threads = max(1, config.node[0].threads)
+    node = config.node[0]
+    num_engines = sum(node.engines(config.cluster.mode).values())
+    threads = node.threads or max(1, (os.cpu_count() or 1) // num_engines)
     model = load_model(folder, config.model.dtype, threads=threads, way="lean" if is_lean else None)
     steps = measure_steps(model, rounds, progress)
     codecs = measure_codecs(model, block_tokens)
+    links = measure_links(model.layout_for(block_tokens).block_bytes, progress)
     model.close()
     bare = CostModel(
         name=f"this machine, {model.description}",
@@ -84,11 +95,13 @@ def calibrate(
         pair_s=steps.pair_s,
         sequence_s=0.0,
         step_s=0.0,
-        links=measure_links(progress),
+        links=links,
         control_s=0.0,
         codecs=codecs,
     )
-    return measure_processes(bare, file, [*sets, *_one_node(config)], shape.vocab_size, rounds, progress)
+    fixed = (*sets, *free_ports(config), f"node.0.threads={threads}")
+    ask = _Asker(file, fixed, config.security.client_token(), shape.vocab_size, progress)
+    return fit_processes(bare, put_loads(ask, rounds))
 
 
 # ---- Steps --------
@@ -150,11 +163,11 @@ def measure_codecs(model: PagedModel, block_tokens: int) -> dict[CodecName, Code
     return costs
 
 
-def measure_links(progress: Progress = silent) -> Links:
+def measure_links(block_bytes: int, progress: Progress = silent) -> Links:
     """Measure UCX between two processes here; where it cannot be had, the CPU's data sheet stands."""
     progress("transport", 0, 0)
     try:
-        rate = compare(num_transfers=30, rounds=1).gb_s * 1e9
+        rate = compare(block_bytes=block_bytes, num_transfers=30, rounds=1).gb_s * 1e9
     except PDError:
         return HARDWARE["cpu"].links
     link = Link(rate, 2e-4)
@@ -164,45 +177,44 @@ def measure_links(progress: Progress = silent) -> Links:
 # ---- Processes --------
 
 
-def measure_processes(
-    bare: CostModel, file: Path | None, sets: Sequence[str], vocab_size: int, rounds: int, progress: Progress = silent
-) -> CostModel:
-    """Start small clusters, and find what steps and requests take there beyond what `bare` says."""
-    ask = _Asker(file, tuple(sets), vocab_size, rounds, progress)
-    one = ask("cluster.mode=chunked", "node.0.workers=1", loads=((CHAT, 1), (CHAT, 8), (LONG, 1)))
-    two = ask("cluster.mode=chunked", "node.0.workers=2", loads=((CHAT, 2), (LONG, 2)))
-    apart = ask("cluster.mode=disaggregated", "node.0.prefill=1", "node.0.decode=1", loads=((CHAT, 1),))
-    return fit_processes(bare, *one, *two, *apart)
+class Loads(NamedTuple):
+    """Closed loops that were put to small clusters: the records of each. Two at once have a worker each."""
+
+    alone: list[Record]
+    long: list[Record]
+    pair: list[Record]
+    long_pair: list[Record]
+    handover: list[Record]  # from a prefill to a decode engine
+    eight: list[Record]  # at one decode engine
 
 
-def fit_processes(
-    bare: CostModel,
-    alone: list[Record],
-    eight: list[Record],
-    long: list[Record],
-    pair: list[Record],
-    long_pair: list[Record],
-    apart: list[Record],
-) -> CostModel:
-    """Say what the records of those loads mean for the costs that a bare step does not show."""
-    context = statistics.mean(record.prompt_tokens + record.num_tokens / 2 for record in alone)
+def put_loads(ask: Ask, rounds: int) -> Loads:
+    """Ask two workers, then a prefill and a decode engine."""
+    workers = "cluster.mode=chunked", "node.0.workers=2"
+    together = ask(workers, [(kind, count, rounds * count) for count in (1, 2) for kind in (CHAT, LONG)])
+    separated = "cluster.mode=disaggregated", "node.0.prefill=1", "node.0.decode=1"
+    return Loads(*together, *ask(separated, [(HANDOVER, 1, 6 * rounds), (CHAT, 8, 16)]))
+
+
+def fit_processes(bare: CostModel, loads: Loads) -> CostModel:
+    """Say what those records mean for the costs that a bare step does not show."""
+    alone = loads.alone
     left = []
-    for records, batch in ((alone, 1), (eight, 8)):
+    for records, batch in ((alone, 1), (loads.eight, 8)):
+        context = statistics.mean(record.prompt_tokens + record.num_tokens / 2 for record in records)
         work = StepWork(batch, batch, round(batch * context), 0.0, batch)
         left.append(_gap_s(records) - bare.step(work))
     sequence_s = max(0.0, (left[1] - left[0]) / 7)
     step_s = max(0.0, left[0] - sequence_s)
-    control_s = max(1e-5, (_first_gap_s(apart) - _gap_s(apart)) / 2)
-    tokens = round(statistics.mean(record.prompt_tokens for record in alone))
-    prompt_s = bare.step(StepWork(tokens, 1, 0, tokens * (tokens + 1) / 2, 1)) + step_s + sequence_s
-    request_s = max(0.0, _ttft_s(alone) - prompt_s - 3 * control_s)
+    control_s = max(LEAST_CONTROL_S, (_first_gap_s(loads.handover) - _gap_s(loads.handover)) / 2)
+    engine = msgspec.structs.replace(bare, sequence_s=sequence_s, step_s=step_s, control_s=control_s)
+    prompts_s = [engine.step(_prompt(record.prompt_tokens)) + 3 * control_s for record in alone]
+    request_s = statistics.median(ttft_ms(r) / 1000 - known for r, known in zip(alone, prompts_s, strict=True))
     crowd = Crowd(
-        decode=round(max(0.0, _gap_s(pair) / _gap_s(alone) - 1), 4),
-        prompt=round(max(0.0, _ttft_s(long_pair) / _ttft_s(long) - 1), 4),
+        decode=round(max(0.0, _gap_s(loads.pair) / _gap_s(alone) - 1), 4),
+        prompt=round(max(0.0, _ttft_s(loads.long_pair) / _ttft_s(loads.long) - 1), 4),
     )
-    return msgspec.structs.replace(
-        bare, sequence_s=sequence_s, step_s=step_s, control_s=control_s, request_s=request_s, crowd=crowd
-    )
+    return msgspec.structs.replace(engine, request_s=max(0.0, request_s), crowd=crowd)
 
 
 @dataclass(frozen=True)
@@ -211,35 +223,35 @@ class _Asker:
 
     file: Path | None
     sets: tuple[str, ...]
+    token: str
     vocab_size: int
-    rounds: int
     progress: Progress
 
-    def __call__(self, *sets: str, loads: Sequence[tuple[Kind, int]]) -> list[list[Record]]:
-        self.progress(f"cluster: {', '.join(sets)}", 0, 0)
+    def __call__(self, sets: Sequence[str], loads: Sequence[tuple[Kind, int, int]]) -> list[list[Record]]:
+        what = sets[0].rpartition("=")[2]
+        self.progress(f"{what}: start", 0, len(loads))
         with launch(self.file, sets=[*self.sets, *sets]) as cluster:
-            return [asyncio.run(self._put(cluster.tcp, kind, concurrency)) for kind, concurrency in loads]
+            found = []
+            for done, (kind, concurrency, count) in enumerate(loads):
+                self.progress(f"{what}: {concurrency} x {kind.name}", done, len(loads))
+                found.append(asyncio.run(self._put(cluster.tcp, kind, concurrency, count)))
+            return found
 
-    async def _put(self, address: str, kind: Kind, concurrency: int) -> list[Record]:
-        made = make_requests((kind,), range(self.vocab_size // 2, self.vocab_size), f"calibrate {kind.name}")
-        count = max(self.rounds, 2) * concurrency
-        async with LineTarget.connect(address) as target:
-            await closed_loop(target, _some(made, concurrency), concurrency, patience_s=PATIENCE_S)
-            records = await closed_loop(target, _some(made, count), concurrency, patience_s=PATIENCE_S)
-        if failed := [record for record in records if record.error is not None]:
-            raise PDError(f"a request of the calibration failed: {failed[0].reason}")
+    async def _put(self, address: str, kind: Kind, concurrency: int, count: int) -> list[Record]:
+        made = make_requests(
+            (kind,), range(self.vocab_size // 2, self.vocab_size), f"calibrate {kind.name} {concurrency}"
+        )
+        async with LineTarget.connect(address, token=self.token) as target:
+            for wanted in (concurrency, count):  # the first to warm up
+                asked = list(itertools.islice(made, wanted))
+                records = await closed_loop(target, asked, concurrency, patience_s=PATIENCE_S)
+                if failed := [record for record in records if record.error is not None]:
+                    raise PDError(f"a request of the calibration failed: {failed[0].reason}")
         return records
 
 
-def _some(made: Iterator[Request], count: int) -> list[Request]:
-    return list(itertools.islice(made, count))
-
-
-def _one_node(config: ClusterConfig) -> list[str]:
-    """Return what makes one node on free local ports of a cluster file."""
-    if len(config.node) > 1:
-        raise ConfigError("calibrate needs a file with one [[node]]: it measures the engines of one machine")
-    return ["listen.tcp=127.0.0.1:0", "listen.zmq=tcp://127.0.0.1:0", "listen.http="]
+def _prompt(tokens: int) -> StepWork:
+    return StepWork(tokens, 1, 0, tokens * (tokens + 1) / 2, 1)
 
 
 def _gap_s(records: Sequence[Record]) -> float:

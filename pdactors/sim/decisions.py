@@ -79,12 +79,12 @@ def measure(workers: int, num_requests: int = NUM_REQUESTS) -> Decisions:
     return Decisions(workers, *(round(float(value), 1) for value in np.percentile(kept, (50, 99))))
 
 
-def measure_all(progress: Progress = silent) -> list[Decisions]:
+def measure_all(num_requests: int = NUM_REQUESTS, progress: Progress = silent) -> list[Decisions]:
     """Measure fleets of 10, 100 and 1,000."""
     found = []
     for done, workers in enumerate(SIZES):
         progress("decisions", done, len(SIZES))
-        found.append(measure(workers))
+        found.append(measure(workers, num_requests))
     return found
 
 

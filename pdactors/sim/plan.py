@@ -40,6 +40,7 @@ ACTIVATION_BYTES = 2e9  # a device
 MIN_SECONDS, MAX_REQUESTS, MIN_REQUESTS = 60.0, 3000, 200
 CHUNKS = (512, 2048, 8192)
 BATCHES = (32, 128, 256)
+HIGHER = (1.25, 1.5, 2.0, 3.0)  # times the rate, to see what gives first
 MAX_QUEUE = 2**20
 
 
@@ -70,7 +71,7 @@ class Cluster(Struct, frozen=True):
 
 
 class Candidate(Struct, frozen=True):
-    """A cluster and what came of it: `limit` says in words what keeps it from more."""
+    """A cluster and what came of it at a rate: `limit` says in words what keeps it from more."""
 
     cluster: Cluster
     devices: int
@@ -137,6 +138,7 @@ class Planner:
         """Search. Returns the cheapest of each mode, cheapest first; of equals the one with the highest goodput."""
         found = [self._cheapest(mode, progress) for mode in self.modes]
         held = sorted((candidate for candidate in found if candidate is not None), key=_worth)
+        held = [replace(candidate, limit=self.limit(candidate.cluster)) for candidate in held]
         best = held[0] if held else None
         separated = next((c.cluster for c in held if c.cluster.decode), None)
         ratios = self.ratios(separated, progress) if separated is not None else []
@@ -161,6 +163,14 @@ class Planner:
         while (rate := search.next_rate()) is not None:
             search.add(rate, self.at_rate(cluster, rate).is_held)
         return round(search.held, 3)
+
+    def limit(self, cluster: Cluster) -> str:
+        """Say what keeps a cluster from a higher rate: what is missed at the first one that it does not hold."""
+        for factor in HIGHER:
+            found = self.at_rate(cluster, self.rate * factor)
+            if not found.is_held:
+                return f"at {self.rate * factor:g}/s {found.limit}"
+        return f"holds {self.rate * factor:g}/s, too"
 
     def try_out(self, cluster: Cluster) -> Candidate:
         """Simulate a cluster at the rate that is asked for."""
@@ -317,10 +327,9 @@ def _limit(records: list[Record], objective: Objective, cluster: SimCluster, bus
     late = sum(record.error is not None or ttft_ms(record) > objective.ttft_ms for record in records)
     slow = sum((tpot_ms(record) or 0.0) > objective.tpot_ms for record in records if record.error is None)
     preempted = sum(engine.engine.num_preempted for engine in cluster.engines.values())
-    what = "TTFT" if late >= slow else "TPOT"
     missed = f"{late / len(records):.1%} miss the TTFT and {slow / len(records):.1%} the TPOT"
     role = max(busy, key=lambda name: busy[name])
     why = f"{role} engines are busy for {busy[role]:.0%} of the time"
     if preempted:
         why += f", and {preempted} sequences were preempted for want of KV memory"
-    return f"{what} first: {missed}; {why}"
+    return f"{missed}; {why}"

@@ -11,7 +11,7 @@ from pdactors.sim.plan import Candidate, PlanResult
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLUMNS = ("cluster", "devices", "price", "in time", "goodput/s", "TTFT P50/P99", "TPOT P50/P99", "busy")
+COLUMNS = ("cluster", "devices", "price", "in time", "goodput/s", "TTFT ms", "TPOT ms", "busy")  # P50/P99
 
 
 def rows(found: PlanResult) -> list[tuple[str, ...]]:
@@ -60,7 +60,7 @@ def make_report(found: PlanResult) -> str:
 
 def _row(candidate: Candidate) -> tuple[str, ...]:
     figures = candidate.figures
-    spreads = [f"{s.p50:.0f}/{s.p99:.0f} ms" if s is not None else "-" for s in (figures.ttft_ms, figures.tpot_ms)]
+    spreads = [f"{s.p50:.0f}/{s.p99:.0f}" if s is not None else "-" for s in (figures.ttft_ms, figures.tpot_ms)]
     busy = ", ".join(f"{role} {share:.0%}" for role, share in candidate.busy.items())
     return (
         candidate.cluster.words,

@@ -53,7 +53,7 @@ def standings_of(told, gone):
     return standings, firsts, [view for view in left if view.name.startswith("d")]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.booleans().flatmap(lambda has: histories(has_decodes=has)),
     st.dictionaries(st.integers(0, 6), st.integers(1, 400)),
@@ -69,7 +69,7 @@ def test_the_best_for_a_prompt_is_among_the_few(history, known):
     assert {view.name for view in few} <= {view.name for view in firsts}
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     histories(has_decodes=True),
     st.sampled_from(PLACES),
