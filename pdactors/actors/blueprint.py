@@ -19,6 +19,7 @@ from pdactors.policy import extents
 from pdactors.policy.cores import Cores, assign_cores
 
 ENGINE_OVERHEAD_BYTES = 600 << 20  # libraries, activations and scratch of one engine process
+SMALL_ARENA_BYTES = 64 << 20  # less is nothing that one would be advised to
 MAX_EXTENT_BLOCKS = 64
 SPARE_SLOTS = 16  # for engines that are added while the cluster runs
 SPARE_LEASES = 64  # an engine may lend more than once for a request
@@ -136,8 +137,16 @@ def check_memory(config: ClusterConfig, nodes: Sequence[NodeSection], shape: Mod
             f"of weights, {engines} engines with {format_size(ENGINE_OVERHEAD_BYTES)} of working memory each, "
             f"{len(nodes)} arenas of {format_size(config.kv.memory_bytes)}"
             f"{f', {format_size(added)} of each node for kv.store' if added else ''}); "
-            f"{format_size(available)} are available"
+            f"{format_size(available)} are available; {_what_would_fit(config, len(nodes), available - needed)}"
         )
+
+
+def _what_would_fit(config: ClusterConfig, num_nodes: int, excess: int) -> str:
+    """Say what to change where `excess`, below 0, bytes are left."""
+    fitting = config.kv.memory_bytes + excess // num_nodes
+    if fitting >= SMALL_ARENA_BYTES:
+        return f"kv.memory of at most {fitting >> 20}MiB would fit"
+    return "start fewer engines, or take a smaller model"
 
 
 @dataclass(frozen=True)

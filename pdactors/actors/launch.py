@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import secrets
 import signal
@@ -33,6 +34,11 @@ from pdactors.errors import ConfigError
 from pdactors.kv.arena import Arena
 from pdactors.transport import mooncake, transport_for
 
+_ADVICE = {
+    errno.EADDRINUSE: "another program does, perhaps another cluster; end it, or choose another port (0: a free one)",
+    errno.EACCES: "this user may not; choose a port above 1023",
+    errno.EADDRNOTAVAIL: "it is no address of this machine",
+}
 KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}  # seconds; peers that vanished
 
 
@@ -218,7 +224,8 @@ def _bound(key: str, text: str) -> Iterator[socket.socket]:
     try:
         listening = socket.create_server((address.host, address.port), family=family, backlog=1024)
     except OSError as error:
-        raise ConfigError(f'{key} = "{text}": cannot listen there: {error.strerror or error}') from error
+        reason = _ADVICE.get(error.errno or 0, error.strerror or str(error))
+        raise ConfigError(f'{key} = "{text}": cannot listen there: {reason}') from error
     with listening:
         listening.setblocking(False)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit all of these

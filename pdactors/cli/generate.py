@@ -80,6 +80,8 @@ def _over_tcp(address: str, token: str, body: dict[str, Any]) -> Iterator[dict[s
                 yield event
                 if event["event"] == "done":
                     return
+    except ConnectionRefusedError as error:
+        raise ConnectionLost(f"nobody listens at {address}; `pdactors launch` says where it does") from error
     except OSError as error:
         raise ConnectionLost(f"{address}: {error.strerror or error}") from error
     raise ConnectionLost(f"{address} closed the connection before the answer's end")

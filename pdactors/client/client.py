@@ -103,8 +103,8 @@ class AsyncClient:
                 await self._welcomed
         except TimeoutError:
             await self.close()
-            guess = "is the key the right one?" if self._key else "does the cluster want a key (security.curve)?"
-            raise ConnectionLost(f"nobody answers at {self._address}; {guess}") from None
+            guess = "is the key the right one?" if self._key else "does it want a key (security.curve)?"
+            raise ConnectionLost(f"nobody answers at {self._address}; does a cluster run there, and {guess}") from None
         except PDError:
             await self.close()
             raise

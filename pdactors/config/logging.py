@@ -114,7 +114,8 @@ def _shared() -> list[Processor]:
 def _renderer(stream: TextIO) -> list[Processor]:
     # Plain tracebacks: the rich ones print local variables, and with them secrets and prompts.
     if stream.isatty():
-        return [_printable, structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback), _on_top]
+        lines = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+        return [_printable, lines, cast(Processor, _on_top)]
     return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=repr, ensure_ascii=False)]
 
 

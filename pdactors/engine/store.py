@@ -161,7 +161,10 @@ def _local_folder(folder: Path) -> Path:
     """A user's own folder is taken as it is; it must be complete."""
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
-            raise ModelError(f"{folder} has no {name}: it is not a model in Hugging Face format")
+            raise ModelError(
+                f"{folder} has no {name}: it is not a model in Hugging Face format; write model and tokenizer with "
+                "save_pretrained, or name a .gguf file or a Hub id"
+            )
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"{folder} has no *.safetensors; save the model with save_pretrained, or name its .gguf file")
     return folder

@@ -148,14 +148,14 @@ class _Reported:
         yield self._gauge("pdactors:leases", "Leases that it gave and that live.", _of(OWNERS, lambda r: len(r.leases)))
         yield self._counter("pdactors:leases_expired", "Leases that ran out.", _of(OWNERS, _count("leases_expired")))
         yield self._counter("pdactors:retries", "Attempts after requests' first.", _of(("router",), _count("retries")))
-        yield self._by_label(CounterMetricFamily, "dropped_messages", "Late, duplicate, unknown.", "kind", _dropped)
-        yield self._by_label(GaugeMetricFamily, "kv_blocks", "KV blocks by state.", "state", _blocks)
-        yield self._by_label(GaugeMetricFamily, "device_flops_share", "Of FLOP/s, in recent steps.", "phase", _flops)
-        yield self._by_label(GaugeMetricFamily, "device_bandwidth_share", "Of memory's.", "phase", _bandwidth)
+        yield self._by_label(CounterMetricFamily, "pdactors:dropped_messages", "Late or unknown.", "kind", _dropped)
+        yield self._by_label(GaugeMetricFamily, "pdactors:kv_blocks", "KV blocks by state.", "state", _blocks)
+        yield self._by_label(GaugeMetricFamily, "pdactors:device_flops_share", "Of its FLOP/s.", "phase", _flops)
+        yield self._by_label(GaugeMetricFamily, "pdactors:device_bandwidth_share", "Of memory's.", "phase", _bandwidth)
         yield self._steps()
         yield self._gauge("pdactors:migrations_running", "To and from other nodes.", _of_migrator(_running))
         for name, what in MIGRATIONS.items():
-            yield self._counter(f"pdactors:{name}", what, _of_migrator(_count(name)))
+            yield self._counter(name, what, _of_migrator(_count(name.removeprefix("pdactors:"))))
         for name, (what, value) in TRANSFERS.items():
             yield self._transfers(name, what, value)
 
@@ -185,7 +185,7 @@ class _Reported:
         label: str,
         values: Callable[[Report], Iterable[tuple[str, float]]],
     ) -> Metric:
-        family = kind(f"pdactors:{name}", what, labels=(*LABELS, label))
+        family = kind(name, what, labels=(*LABELS, label))
         for report in self.reports:
             for key, value in values(report):
                 family.add_metric([*self._labels(report), key], value)
@@ -201,7 +201,7 @@ class _Reported:
         return family
 
     def _transfers(self, name: str, what: str, value: Callable[[TransferCounts], float]) -> Metric:
-        family = CounterMetricFamily(f"pdactors:{name}", what, labels=(*LABELS, "direction", "path", "codec"))
+        family = CounterMetricFamily(name, what, labels=(*LABELS, "direction", "path", "codec"))
         for report in self.reports:
             for counts in report.transfers:
                 labels = [*self._labels(report), counts.direction, counts.path, counts.codec]
@@ -215,15 +215,18 @@ class _Reported:
 
 
 MIGRATIONS = {
-    "migrations": "Sequences whose KV was sent to another node.",
-    "migrations_pruned": "Of them, those whose KV was pruned.",
-    "migrations_failed": "Sequences whose KV could not be sent; it is computed again.",
+    "pdactors:migrations": "Sequences whose KV was sent to another node.",
+    "pdactors:migrations_pruned": "Of them, those whose KV was pruned.",
+    "pdactors:migrations_failed": "Sequences whose KV could not be sent; it is computed again.",
 }
 TRANSFERS: dict[str, tuple[str, Callable[[TransferCounts], float]]] = {
-    "transfers": ("Transfers of KV that arrived whole.", lambda counts: counts.num_stored),
-    "transfer_errors": ("Transfers that were damaged or lost.", lambda counts: counts.num_failed),
-    "transfer_bytes": ("Bytes on the wire of those that arrived.", lambda counts: counts.num_bytes),
-    "transfer_seconds": ("Seconds of those that arrived, from room to storage.", lambda counts: counts.seconds),
+    "pdactors:transfers": ("Transfers of KV that arrived whole.", lambda counts: counts.num_stored),
+    "pdactors:transfer_errors": ("Transfers that were damaged or lost.", lambda counts: counts.num_failed),
+    "pdactors:transfer_bytes": ("Bytes on the wire of those that arrived.", lambda counts: counts.num_bytes),
+    "pdactors:transfer_seconds": (
+        "Seconds of those that arrived, from room to storage.",
+        lambda counts: counts.seconds,
+    ),
 }
 
 

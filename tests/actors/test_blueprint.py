@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from pdactors.actors.blueprint import check_available, check_model, client_addresses, control_address, nodes_here
+from pdactors.actors.blueprint import (
+    check_available,
+    check_memory,
+    check_model,
+    client_addresses,
+    control_address,
+    nodes_here,
+)
 from pdactors.config.cluster import ClusterConfig, ClusterSection, KVSection, ListenSection, NodeSection, RouterSection
 from pdactors.engine.shape import ModelShape
 from pdactors.errors import ConfigError
@@ -93,3 +100,21 @@ def test_a_model_with_sliding_windows_is_refused_where_kv_is_pruned():
     check_model(config(), shape)
     check_model(config(prune=0.7, transport="lease"), shape)  # nothing moves
     check_model(config(prune=0.7), ModelShape("X", 2, 4, 4, 16, 64, 100, 8192, (2,), 1, 1, 0, window=4096))
+
+
+@pytest.mark.parametrize(
+    ("memory", "available", "advice"),
+    [
+        ("8GiB", 6 << 30, "kv.memory of at most 1772MiB would fit"),  # two nodes, each with two engines of 600 MiB
+        ("100MiB", 2 << 30, "start fewer engines, or take a smaller model"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_would(memory, available, advice):
+    shape = ModelShape(
+        architecture="LlamaForCausalLM", num_layers=1, num_heads=1, num_kv_heads=1, head_dim=64, hidden_size=64,
+        vocab_size=64, max_position=64, eos_ids=(), weight_bytes=0, num_floats=100 << 20, other_bytes=0,
+    )  # fmt: skip
+    wanted = config(memory=memory)
+    with pytest.raises(ConfigError, match=advice):
+        check_memory(wanted, wanted.node, shape, available)
+    check_memory(config(memory="1772MiB"), wanted.node, shape, 6 << 30)

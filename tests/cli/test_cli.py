@@ -87,7 +87,7 @@ def test_generate_passes_the_sampling_options_on(cluster: Cluster, run: Run) -> 
         (["generate", "x", "--max-tokens", "many"], 2, "--max-tokens"),
         (["generate"], 2, "PROMPT"),
         (["generate", "x", "y"], 2, "unexpected extra argument"),
-        (["generate", "x", "--tcp", "127.0.0.1:1"], 1, "127.0.0.1:1"),
+        (["generate", "x", "--tcp", "127.0.0.1:1"], 1, "nobody listens at 127.0.0.1:1; `pdactors launch`"),
         (["generate", "x", "--tcp", "nonsense"], 1, "nonsense"),
         (["generate", "x", "--zmq", "nonsense"], 1, "nonsense"),
         (["generate", "x", "--ready-file", "/nowhere"], 2, "/nowhere"),

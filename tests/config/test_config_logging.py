@@ -13,7 +13,7 @@ import pytest
 import structlog
 
 from pdactors.config import ClusterConfig, SecuritySection
-from pdactors.config.logging import configure, get_logger
+from pdactors.config.logging import ERASE_LINE, configure, get_logger
 from pdactors.errors import ConfigError
 
 SECRET = "open-sesame"
@@ -68,10 +68,11 @@ def test_context_variables_are_merged(stream: io.StringIO) -> None:
     assert lines(stream)[0]["request"] == "r1"
 
 
-def test_a_terminal_gets_a_console_line() -> None:
+def test_a_terminal_gets_a_console_line_that_takes_the_place_of_a_progress_bar() -> None:
     stream = Terminal()
     configure(stream=stream)
     get_logger().info("request done", tokens=3)
+    assert stream.getvalue().startswith(ERASE_LINE)
     assert "request done" in stream.getvalue()
     assert not stream.getvalue().startswith("{")
 

@@ -177,9 +177,8 @@ def test_the_protocol_page_has_every_field_code_and_message() -> None:
     kinds = (*get_args(client_messages.ToGateway), *get_args(client_messages.ToClient))
     fields = {name for kind in (RequestBody, *get_args(AnyEvent)) for name in kind.__struct_fields__}
     codes = {"internal", *STATUS} - {"connection"}  # which is the client's own word
-    assert (
-        sorted(name for name in {*fields, *codes, *(kind.__name__ for kind in kinds)} if f"`{name}" not in text) == []
-    )
+    names = {*fields, *codes, *(kind.__name__ for kind in kinds)}
+    assert sorted(name for name in names if f"`{name}" not in text) == []
 
 
 # ---- Names that stand in several places --------

@@ -1,4 +1,5 @@
 import hashlib
+import io
 import os
 import zipfile
 from dataclasses import replace
@@ -225,6 +226,22 @@ def test_two_processes_do_not_make_one_model_at_once(monkeypatch, index):
     assert index == []
     store.fetch(NAME)
     assert len(index) == 1
+
+
+def test_the_bar_is_there_from_the_first_step_on_and_leaves_the_cursor_shown(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(store.sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    with store.progress_bar() as show:
+        assert store.sys.stderr.getvalue() == ""
+        show("download", 1, 4)
+        show("download", 4, 4)
+    text = store.sys.stderr.getvalue()
+    assert "download" in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 
 
 def test_the_bar_is_silent_where_there_is_no_terminal(capsys):

@@ -58,6 +58,12 @@ def test_a_sequence_goes_on_when_the_kernels_are_there(folder: Path, monkeypatch
     model.close()
 
 
+def test_loading_says_how_far_it_is(folder: Path) -> None:
+    seen = []
+    load.load_model(folder, "float32", way="lean", progress=lambda *step: seen.append(step))
+    assert seen == [("load the weights", 0, 2), ("load the weights", 1, 2)]
+
+
 def test_the_compiler_is_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     commands = []
 
