@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
+from heapq import heappop, heappush
+from typing import Generic, NamedTuple, TypeVar
 
 from pdactors.policy.placement import MIN_SLACK, EngineView, Place
 
 _Scope = tuple[str, ...]  # all that is within a distance of a place
+_Entry = tuple[int, str]  # requests, name
 
 
 class _Crowd(NamedTuple):
@@ -34,43 +36,64 @@ class _Rank(NamedTuple):
     name: str
 
 
+E = TypeVar("E", _Entry, _Rank)
+
+
 def _scopes(place: Place) -> tuple[_Scope, _Scope, _Scope, _Scope]:
     """Return the scopes of a place by distance, the nearest first."""
     return (place.node, place.device, ""), (place.node, ""), (place.rack,), ()
+
+
+class _Lowest(Generic[E]):
+    """Entries by name, which is the last part of each, and the lowest of them, found without a look at all."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, E] = {}
+        self._heap: list[E] = []  # what is no entry any more is dropped when it comes up
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def put(self, name: str, entry: E) -> None:
+        if self._entries.get(name) == entry:
+            return
+        self._entries[name] = entry
+        if len(self._heap) > 2 * len(self._entries) + 16:
+            self._heap = sorted(self._entries.values())
+        else:
+            heappush(self._heap, entry)
+
+    def drop(self, name: str) -> None:
+        self._entries.pop(name, None)
+
+    def best(self) -> E | None:
+        heap = self._heap
+        while heap and self._entries.get(heap[0][-1]) != heap[0]:
+            heappop(heap)
+        return heap[0] if heap else None
 
 
 class _Field:
     """Engines by scope; the best of each has the fewest requests."""
 
     def __init__(self) -> None:
-        self._members: dict[_Scope, dict[str, tuple[int, str]]] = defaultdict(dict)
-        self._best: dict[_Scope, tuple[int, str] | None] = {}
+        self._members: dict[_Scope, _Lowest[_Entry]] = defaultdict(_Lowest)
         self.views: dict[str, EngineView] = {}
 
     def put(self, view: EngineView) -> None:
         self.views[view.name] = view
-        entry = view.num_requests, view.name
         for scope in _scopes(view.place):
-            self._members[scope][view.name] = entry
-            if scope in self._best:
-                best = self._best[scope]
-                if best is None or entry < best:
-                    self._best[scope] = entry
-                elif best[1] == view.name:
-                    del self._best[scope]
+            self._members[scope].put(view.name, (view.num_requests, view.name))
 
     def drop(self, name: str) -> None:
         view = self.views.pop(name, None)
         for scope in _scopes(view.place) if view is not None else ():
-            del self._members[scope][name]
-            if (best := self._best.get(scope)) is not None and best[1] == name:
-                del self._best[scope]
+            self._members[scope].drop(name)
 
-    def best(self, scope: _Scope) -> tuple[int, str] | None:
+    def best(self, scope: _Scope) -> _Entry | None:
         """Return the requests and the name of the best within a scope."""
-        if scope not in self._best:
-            self._best[scope] = min(self._members[scope].values(), default=None)
-        return self._best[scope]
+        members = self._members.get(scope)
+        return members.best() if members is not None else None
 
     def nearest(self, place: Place) -> _Crowd | None:
         """Return the best of those that are nearest."""
@@ -90,8 +113,7 @@ class Standings:
         self._areas: dict[_Scope, set[str]] = defaultdict(set)  # firsts within a scope
         self._crowds: dict[str, _Crowd] = {}
         self._leaning: dict[_Scope, set[str]] = defaultdict(set)  # firsts whose crowd is the best of a scope
-        self._levels: dict[tuple[int, int], dict[str, _Rank]] = {}  # slack, crowd -> who is that crowded
-        self._bests: dict[tuple[int, int], _Rank] = {}
+        self._levels: dict[tuple[int, int], _Lowest[_Rank]] = {}  # slack, crowd -> who is that crowded
 
     def put(self, view: EngineView, *, is_first: bool) -> None:
         """Take note of an engine's load."""
@@ -151,24 +173,20 @@ class Standings:
         self._crowds[name] = crowd
         self._leaning[crowd.scope].add(name)
         rank = _Rank(view.pending_tokens, distance, crowd.view.num_requests, view.num_requests, name)
-        self._levels.setdefault(key, {})[name] = rank
-        if key in self._bests and rank < self._bests[key]:
-            self._bests[key] = rank
+        self._levels.setdefault(key, _Lowest()).put(name, rank)
 
     def _unrank(self, name: str) -> None:
         crowd = self._crowds.pop(name)
         self._leaning[crowd.scope].discard(name)
         key = max(MIN_SLACK, crowd.view.max_requests // 4), crowd.view.num_requests
-        del self._levels[key][name]
-        if key in self._bests and self._bests[key].name == name:
-            del self._bests[key]
+        self._levels[key].drop(name)
         if not self._levels[key]:
             del self._levels[key]
 
     def _best(self, key: tuple[int, int]) -> _Rank:
-        if key not in self._bests:
-            self._bests[key] = min(self._levels[key].values())
-        return self._bests[key]
+        best = self._levels[key].best()
+        assert best is not None  # a level that nobody is on is gone
+        return best
 
     # ---- Decodes --------
 
