@@ -35,7 +35,7 @@ from pdactors.kv.arena import Arena
 from pdactors.transport import mooncake, transport_for
 
 _ADVICE = {
-    errno.EADDRINUSE: "another program does, perhaps another cluster; end it, or choose another port (0: a free one)",
+    errno.EADDRINUSE: "it is in use, perhaps by another cluster; end that, or choose another port (0: a free one)",
     errno.EACCES: "this user may not; choose a port above 1023",
     errno.EADDRNOTAVAIL: "it is no address of this machine",
 }

@@ -13,7 +13,7 @@ from pdactors.errors import ConfigError
 def test_a_port_in_use_is_refused_with_what_to_do() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
-        reason = f'listen.tcp = "{address}": cannot listen there: another program does, .* choose another port'
+        reason = f'listen.tcp = "{address}": cannot listen there: it is in use, .* choose another port'
         with pytest.raises(ConfigError, match=reason), _bound("listen.tcp", address):
             pass
 
