@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from pdactors.bench.load import Record
 from pdactors.bench.workload import Request
-from pdactors.config.cluster import ClusterConfig
+from pdactors.config.cluster import ClusterConfig, Mode
 from pdactors.engine.limits import EngineLimits
 from pdactors.engine.sequence import Sequence
 from pdactors.errors import ConfigError
@@ -40,6 +40,7 @@ from pdactors.sim.shapes import ModelSize
 from pdactors.token_ids import TokenIds
 
 GATEWAY = "gateway"
+MODES: tuple[Mode, ...] = ("colocated", "chunked", "disaggregated")  # that can be simulated
 
 
 @dataclass(eq=False)
@@ -66,8 +67,8 @@ class SimCluster:
         wants_gaps: bool = True,
         knows_caches: bool = True,
     ) -> None:
-        if config.cluster.mode == "kvstore":
-            raise ConfigError("cluster.mode kvstore cannot be simulated")
+        if config.cluster.mode not in MODES:
+            raise ConfigError(f"cluster.mode {config.cluster.mode} cannot be simulated")
         if config.kv.prune < 1:
             raise ConfigError("kv.prune cannot be simulated")
         self.config = config

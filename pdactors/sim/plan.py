@@ -28,12 +28,11 @@ from pdactors.config.cluster import (
 from pdactors.engine.manifest import Progress, silent
 from pdactors.engine.shape import ModelDtype
 from pdactors.errors import ConfigError
-from pdactors.sim.cluster import SimCluster
+from pdactors.sim.cluster import MODES, SimCluster
 from pdactors.sim.cost import CostModel, StepWork, roofline
 from pdactors.sim.hardware import Hardware
 from pdactors.sim.shapes import ModelSize
 
-MODES: tuple[Mode, ...] = ("colocated", "chunked", "disaggregated")
 DEVICES_PER_HOST = 8
 MEMORY_SHARE = 0.9  # of a device, for weights, activations and KV
 ACTIVATION_BYTES = 2e9  # a device
