@@ -9,8 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 from msgspec import Struct
@@ -23,6 +24,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 LARGE_BYTES = 256 << 10
+NOTHING: Mapping[str, str] = MappingProxyType({})
 MAX_REASON_BYTES = 2000
 FORK_TIMEOUT_S = 20.0
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -94,8 +96,10 @@ class Process:
         self._ended.set_result(code)
 
 
-def spawn(module: str, arguments: Sequence[str], data: bytes, fds: Sequence[int]) -> Process:
-    """Start `python -m module` with `data` on its standard input and the descriptors `fds`."""
+def spawn(
+    module: str, arguments: Sequence[str], data: bytes, fds: Sequence[int], environ: Mapping[str, str] = NOTHING
+) -> Process:
+    """Start `python -m module` with `data` on its standard input, the descriptors `fds`, and `environ` beside ours."""
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
     single = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C while it imports; see die_with_parent
@@ -105,7 +109,7 @@ def spawn(module: str, arguments: Sequence[str], data: bytes, fds: Sequence[int]
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[fd for fd in fds if fd >= 0],
-            env={**os.environ, **quiet, **single},
+            env={**os.environ, **quiet, **single, **environ},
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -118,10 +122,10 @@ def spawn(module: str, arguments: Sequence[str], data: bytes, fds: Sequence[int]
     return Process(popen.pid, popen)
 
 
-def spawn_actor(spec: ActorSpec) -> Process:
+def spawn_actor(spec: ActorSpec, environ: Mapping[str, str] = NOTHING) -> Process:
     """Start an actor in a Python of its own."""
     arguments = [spec.name, spec.run_id, str(spec.supervisor_pid)]
-    return spawn("pdactors.actors", arguments, encode_spec(spec), msgspec.structs.astuple(spec.fds))
+    return spawn("pdactors.actors", arguments, encode_spec(spec), msgspec.structs.astuple(spec.fds), environ)
 
 
 class Nursery:

@@ -139,8 +139,8 @@ async def _cluster(folder: str, streams: int, tokens: int) -> AsyncIterator[tupl
         async with asyncio.TaskGroup() as tasks:
             for actor in (router, talker):
                 tasks.create_task(actor.run())
-            os.environ.setdefault("PDACTORS_LOG_LEVEL", "warning")
-            gateway = spawn_actor(specs["gateway"])
+            level = os.environ.get("PDACTORS_LOG_LEVEL", "warning")
+            gateway = spawn_actor(specs["gateway"], {"PDACTORS_LOG_LEVEL": level})
             try:
                 ready = {"gateway": "ready", "worker": "ready"}
                 await _until(
