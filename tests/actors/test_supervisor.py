@@ -67,11 +67,13 @@ def spawn(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def assert_ended(launched: Launched, home: Path, wait: Any) -> None:
-    """Hold that a second later nothing of the cluster is there: no process, no socket, no file."""
+    """Hold that a second later nothing of the cluster is there: no process, no socket, no file; another's record may."""
     wait(lambda: not [pid for pid in launched.pids if is_alive(pid)], 1.0, "actors are left")
     wait(lambda: not any(is_listening(a) for a in (launched.tcp, launched.zmq)), 1.0, "a socket is left")
     wait(lambda: not launched.ready_file.exists(), 1.0, "the ready file is left")
-    assert set(os.listdir(home)) <= {"models", "logs", "downloads", "kernels"}
+    assert not list(home.glob(f"ready-{launched.run_id}-*"))
+    others = {path.name for path in home.glob("ready-*.lock")}
+    assert set(os.listdir(home)) - others <= {"models", "logs", "downloads", "kernels"}
     assert not list(launched.ready_file.parent.glob(".ready*"))
 
 
