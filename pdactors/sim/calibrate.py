@@ -87,7 +87,7 @@ def calibrate(
     model.close()
     bare = CostModel(
         name=f"this machine, {model.description}",
-        model=config.model.path,
+        model=Path(config.model.path).name,  # as `ModelSize.find` names it
         dtype=config.model.dtype,
         body=steps.body,
         head=steps.head,
