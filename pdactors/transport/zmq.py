@@ -215,7 +215,7 @@ class ZmqListener(_Socket):
         self._watching = watching
         self._is_skipping = False  # in the midst of a message with too many frames
         super().__init__(socket)
-        self._watch()
+        self._loop.call_soon(self._watch)  # nothing is received before whoever listens has the listener
 
     def send(self, peer: Peer, frames: Frames) -> None:
         self._send([peer, *frames])
