@@ -67,7 +67,7 @@ def spawn(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def assert_ended(launched: Launched, home: Path, wait: Any) -> None:
-    """Hold that a second later nothing of the cluster is there: no process, no socket, no file; another's record may."""
+    """Hold that a second later nothing of it is there: no process, no socket, no file; another's record may be."""
     wait(lambda: not [pid for pid in launched.pids if is_alive(pid)], 1.0, "actors are left")
     wait(lambda: not any(is_listening(a) for a in (launched.tcp, launched.zmq)), 1.0, "a socket is left")
     wait(lambda: not launched.ready_file.exists(), 1.0, "the ready file is left")
