@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
 from pdactors.messages import Decode, KVHandle, Lease, Path, Prefill, Sampling, Segment
 
@@ -54,21 +55,22 @@ class Sequence:
     @classmethod
     def to_compute(cls, message: Prefill) -> Sequence:
         """Make the sequence of a prompt that is to be computed; what is lent of it is not borrowed yet."""
-        return cls(
-            message.request,
-            message.attempt,
-            message.prompt,
-            message.sampling,
-            is_urgent=message.priority == "interactive",
-            saves_kv=message.save_final_kv,
-            ship_to=message.ship_to,
-            tokens=list(message.generated),
-            num_given=len(message.generated),
-        )
+        return cls._of(message, ship_to=message.ship_to)
 
     @classmethod
     def to_adopt(cls, message: Decode) -> Sequence:
         """Make the sequence of a prompt that another engine has computed; its KV is not borrowed yet."""
+        handle = message.handle
+        return cls._of(
+            message,
+            handle=handle,
+            path=message.path,
+            path_reason=message.path_reason,
+            num_pruned=handle.num_pruned,
+        )
+
+    @classmethod
+    def _of(cls, message: Prefill | Decode, **fields: Any) -> Sequence:
         return cls(
             message.request,
             message.attempt,
@@ -76,12 +78,9 @@ class Sequence:
             message.sampling,
             is_urgent=message.priority == "interactive",
             saves_kv=message.save_final_kv,
-            handle=message.handle,
-            path=message.path,
-            path_reason=message.path_reason,
             tokens=list(message.generated),
             num_given=len(message.generated),
-            num_pruned=message.handle.num_pruned,
+            **fields,
         )
 
     @property
