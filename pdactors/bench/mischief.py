@@ -17,9 +17,9 @@ from pdactors.actors.remains import is_actor
 from pdactors.client import AsyncClient
 from pdactors.errors import PDError
 from pdactors.messages import Role
+from pdactors.policy.scaling import ENGINES
 
 KINDS = ("kill", "kill", "stop", "pause", "restart", "drain")
-ENGINES = ("prefill", "decode", "worker")
 PAUSE_S = (0.5, 5.0)  # between two deeds
 ASK_TIMEOUT_S = 10.0
 

@@ -11,8 +11,8 @@ from prometheus_client.utils import floatToGoString
 
 from pdactors.client_messages import DoneEvent
 from pdactors.messages import STEP_BOUNDS_S, PhaseUse, Report, Role, StepCounts, TransferCounts
+from pdactors.policy.scaling import ENGINES
 
-ENGINES: tuple[Role, ...] = ("prefill", "decode", "worker")
 OWNERS = (*ENGINES, "migrator")  # of KV blocks
 LABELS = ("model_name", "actor", "node", "role")
 REASONS = {"stop": "stop", "length": "length", "cancelled": "abort"}  # ours -> vLLM's
