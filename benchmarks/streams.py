@@ -1,24 +1,28 @@
 """Tokens per second of 1 and of 16 streams through the whole system, beside the bare engine's at that batch.
 
-    .venv/bin/python benchmarks/streams.py [--tokens 128] [--rounds 5]
+    .venv/bin/python benchmarks/streams.py [--tokens 128] [--rounds 8]
 
-Starts a cluster (1 prefill, 1 decode) on free ports and reads streams over TCP; then measures `bench engine`'s decode
-step at the context that the streams had in the middle. Also says how old a token is when the client has it.
+Starts a cluster (1 prefill, 1 decode) on free ports. Streams over TCP and as many steps of an engine in this process,
+on decode's core, take turns within seconds: the machine's speed drifts. The engine's context is the one that the
+streams have in the middle. Also says how old a token of one stream is when the client has it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import socket
 import statistics
 import time
 from typing import Any
 
 from pdactors import launch
-from pdactors.bench import engine as bench
+from pdactors.bench.engine import decode_step, time_ms
 from pdactors.bench.free_ports import free_ports
 from pdactors.config.load import load
+from pdactors.engine import store
+from pdactors.engine.load import load_model
 
 PROMPT_TOKENS = 64
 
@@ -51,22 +55,26 @@ def read_streams(address: str, count: int, tokens: int) -> tuple[float, list[flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=8)
     options = parser.parse_args()
-    sets = ["engine.stamp_tokens=true"]
-    bench.PROMPTS, bench.BATCHES, bench.CONTEXTS = (128,), (1, 16), (PROMPT_TOKENS + options.tokens // 2,)
+    sets = ["engine.stamp_tokens=true", *free_ports(load(None))]
     found: dict[int, list[float]] = {1: [], 16: []}
     alone: dict[int, list[float]] = {1: [], 16: []}
     ages: list[float] = []
-    for _ in range(options.rounds):
-        with launch(sets=[*sets, *free_ports(load(None, sets=sets))]) as cluster:
-            read_streams(cluster.tcp, 1, 16)
+    with launch(sets=sets) as cluster:
+        read_streams(cluster.tcp, 16, 16)
+        model = load_model(store.resolve("smollm2-135m", fetch=True), "bfloat16", threads=1)
+        anywhere = os.sched_getaffinity(0)
+        for _ in range(options.rounds):
             for count in found:
                 rate, age = read_streams(cluster.tcp, count, options.tokens)
                 found[count].append(rate)
                 ages += age if count == 1 else []
-        for cost in bench.bench_engine("smollm2-135m", rounds=9).decode:
-            alone[cost.batch].append(cost.batch * 1000 / cost.ms)
+                os.sched_setaffinity(0, [max(anywhere)])
+                step = decode_step(model, count, PROMPT_TOKENS + options.tokens // 2)
+                step()
+                alone[count].append(count * 1000 * options.tokens / sum(time_ms(step) for _ in range(options.tokens)))
+                os.sched_setaffinity(0, anywhere)
     for count, rates in found.items():
         ratio = statistics.median(a / b for a, b in zip(rates, alone[count], strict=True))
         print(

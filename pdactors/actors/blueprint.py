@@ -271,6 +271,7 @@ def plan_actors(run: Run, node: NodeSection, fds: Descriptors) -> list[ActorSpec
             num_engines=len(engines),
             threads=run.threads(node),
             cores=cores.engines.get(name, cores.others),
+            io_cores=cores.others,
         )
 
     actors = []

@@ -57,6 +57,7 @@ class ActorSpec(Struct, frozen=True):
     num_engines: int = 1  # on this node, at launch
     threads: int = 1
     cores: tuple[int, ...] = ()  # where an engine's steps run, or all of another actor; any if empty
+    io_cores: tuple[int, ...] = ()  # where ZeroMQ's threads run: beside a step they would take turns with it
     ready_file: str = ""  # to be removed if the supervisor dies without doing it
 
     def __repr__(self) -> str:

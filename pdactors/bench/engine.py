@@ -25,7 +25,7 @@ from pdactors.engine.model import PagedModel
 from pdactors.engine.sampling import SampleRow, sample
 from pdactors.engine.shape import ModelDtype, ModelShape
 from pdactors.kernels import stream
-from pdactors.kernels.pack import zeros
+from pdactors.kv.arena import Arena
 from pdactors.messages import Sampling
 
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -182,12 +182,23 @@ def time_ms(action: Callable[[], object]) -> float:
 
 
 def _bind(model: PagedModel, num_tokens: int, count: int) -> list[list[int]]:
-    """Give the model an arena for `count` sequences of so many tokens; return their tables."""
+    """Give the model an arena for `count` sequences of so many tokens, as a node's; return their tables.
+
+    It is written once: pages that nobody wrote are all one, and reading them would cost nothing.
+    """
     layout = model.layout_for(_BLOCK_TOKENS)
     per_sequence = layout.num_blocks(num_tokens)
-    arena = zeros(count * per_sequence * layout.block_bytes, np.uint8).reshape(-1, layout.block_bytes)
-    model.bind(arena.view(np.uint8), layout)
-    blocks = np.random.default_rng(1).permutation(count * per_sequence)  # as they come when sequences grow side by side
+    num_blocks = count * per_sequence
+    arena = Arena.create(
+        layout, num_blocks, extent_blocks=num_blocks, num_slots=1, leases_per_slot=1, max_lease_blocks=1
+    )
+    payload = arena.payload()
+    arena.close()
+    dtype = TORCH_DTYPES[model.dtype]
+    kv = torch.randn(layout.block_bytes // dtype.itemsize).to(dtype)
+    payload[:] = kv.view(torch.uint8).numpy()
+    model.bind(payload, layout)
+    blocks = np.random.default_rng(1).permutation(num_blocks)  # as they come when sequences grow side by side
     return blocks.reshape(count, per_sequence).tolist()
 
 

@@ -27,6 +27,7 @@ from pdactors.kernels.simd import (
     load_scalar,
     load_strided,
     maximum,
+    prefetch,
     same,
     splat,
     store,
@@ -34,6 +35,7 @@ from pdactors.kernels.simd import (
 )
 
 CHUNK = DEPTH  # tokens that are taken at once; it divides the blocks
+_PAGE_AHEAD = 6  # chunks by which the pages of KV are asked for: each has its own, and its address is dear to find
 _NEVER = -1e30  # a maximum before any score
 _MASKED = -1e38  # finite, and stays so when it is scaled
 
@@ -75,6 +77,19 @@ def _chunk(table, num_table, token, block_tokens, block_stride, head_dim, keys, 
     block = table[num_table + token // block_tokens] * block_stride
     inside = token % block_tokens
     return block + keys + inside * head_dim, block + values + inside
+
+
+# fmt: off
+@njit(nogil=True)
+def _coming(
+    table, num_table, last, next_table, next_last, next_plane, token, block_tokens, block_stride, head_dim, keys, values
+):
+# fmt: on
+    """Return where the chunk from `token` on lies; behind the last one, a chunk of what is attended for next."""
+    if token <= last:
+        return _chunk(table, num_table, token, block_tokens, block_stride, head_dim, keys, values)
+    token, keys, values = min(token - last - DEPTH, next_last), keys + next_plane, values + next_plane
+    return _chunk(table, next_table, token, block_tokens, block_stride, head_dim, keys, values)
 
 
 @njit(nogil=True)
@@ -161,14 +176,17 @@ def attend(
     for token in range(0, most, DEPTH):
         values_now = at_values
         at_keys, at_values = near_keys, near_values
-        near = token + 2 * DEPTH
-        if near <= last:
-            near_keys, near_values = _chunk(table, num_table, near, block_tokens, block_stride, head_dim, keys, values)
-        else:
-            near_keys, near_values = _chunk(
-                table, next_table, min(near - last - DEPTH, next_last), block_tokens, block_stride, head_dim,
-                keys + next_plane, values + next_plane,
+        near_keys, near_values = _coming(
+            table, num_table, last, next_table, next_last, next_plane, token + 2 * DEPTH, block_tokens, block_stride,
+            head_dim, keys, values,
+        )  # fmt: skip
+        if streams:
+            far_keys, far_values = _coming(
+                table, num_table, last, next_table, next_last, next_plane, token + _PAGE_AHEAD * DEPTH, block_tokens,
+                block_stride, head_dim, keys, values,
             )  # fmt: skip
+            prefetch(arena, far_keys)
+            prefetch(arena, far_values)
         if token < last:  # the next chunk's products run beside this chunk's arithmetic
             score(arena, at_keys, queries, query_at, head_dim, floats, coming, streams, near_keys)
         elif streams:

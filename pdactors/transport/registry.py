@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from pdactors.config.keys import CurveKeys
 from pdactors.errors import ConfigError
 from pdactors.transport.contracts import Transport
 from pdactors.transport.inproc import InprocTransport
 
 
-def transport_for(address: str, keys: CurveKeys | None = None) -> Transport:
+def transport_for(address: str, keys: CurveKeys | None = None, cores: Collection[int] = ()) -> Transport:
     """Make the transport for an address `scheme://rest`; with `keys` every socket of it speaks CURVE.
+
+    Threads of its own run on `cores`; where their maker does, if there are none.
 
     Raises:
         ConfigError: no transport has that scheme.
@@ -20,5 +24,5 @@ def transport_for(address: str, keys: CurveKeys | None = None) -> Transport:
     if scheme == "tcp":
         from pdactors.transport.zmq import ZmqTransport
 
-        return ZmqTransport(keys)
+        return ZmqTransport(keys, cores)
     raise ConfigError(f"address {address!r}: unknown scheme {scheme!r}; known: tcp, inproc")

@@ -43,10 +43,12 @@ def make_pair() -> tuple[str, str]:
 
 
 class ZmqTransport:
-    """One ZeroMQ context and what was opened in it; with `keys` everything speaks CURVE."""
+    """One ZeroMQ context and what was opened in it; with `keys` everything speaks CURVE; its threads run on `cores`."""
 
-    def __init__(self, keys: CurveKeys | None = None) -> None:
+    def __init__(self, keys: CurveKeys | None = None, cores: Collection[int] = ()) -> None:
         self._context = zmq.Context(io_threads=1)
+        for core in cores:
+            self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, core)
         self._sockets: list[_Socket] = []
         self._keys = keys
         self._admitted: dict[bytes, frozenset[bytes]] = {}  # public keys, by the listener's ZAP domain
