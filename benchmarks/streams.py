@@ -3,8 +3,9 @@
     .venv/bin/python benchmarks/streams.py [--tokens 128] [--rounds 8]
 
 Starts a cluster (1 prefill, 1 decode) on free ports. Streams over TCP and as many steps of an engine in this process,
-on decode's core, take turns within seconds: the machine's speed drifts. The engine's context is the one that the
-streams have in the middle. Also says how old a token of one stream is when the client has it.
+on decode's core, take turns within seconds: the machine's speed drifts. The client keeps off that core, as gateway and
+router do. The engine's context is the one that the streams have in the middle. Also says how old a token of one stream
+is when the client has it.
 """
 
 from __future__ import annotations
@@ -64,17 +65,17 @@ def main() -> None:
     with launch(sets=sets) as cluster:
         read_streams(cluster.tcp, 16, 16)
         model = load_model(store.resolve("smollm2-135m", fetch=True), "bfloat16", threads=1)
-        anywhere = os.sched_getaffinity(0)
+        cores = sorted(os.sched_getaffinity(0))[:2]  # prefill's and decode's
         for _ in range(options.rounds):
             for count in found:
+                os.sched_setaffinity(0, cores[:-1] or cores)
                 rate, age = read_streams(cluster.tcp, count, options.tokens)
                 found[count].append(rate)
                 ages += age if count == 1 else []
-                os.sched_setaffinity(0, [max(anywhere)])
+                os.sched_setaffinity(0, cores[-1:])
                 step = decode_step(model, count, PROMPT_TOKENS + options.tokens // 2)
                 step()
                 alone[count].append(count * 1000 * options.tokens / sum(time_ms(step) for _ in range(options.tokens)))
-                os.sched_setaffinity(0, anywhere)
     for count, rates in found.items():
         ratio = statistics.median(a / b for a, b in zip(rates, alone[count], strict=True))
         print(
