@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from typing import BinaryIO
+
 import msgspec
 
 from pdactors.actors.actor import GATEWAY, Actor
 from pdactors.actors.spec import ENGINES, ActorSpec
 from pdactors.actors.surveys import Surveys
-from pdactors.errors import PDError
+from pdactors.errors import ConfigError, PDError
 from pdactors.kv.prefix import cache_key
 from pdactors.messages import (
     Adopted,
@@ -49,6 +52,7 @@ from pdactors.policy.admission import Limits
 from pdactors.policy.clocks import Clocks
 from pdactors.policy.dispatch import Dispatcher
 from pdactors.policy.liveness import Liveness
+from pdactors.policy.recording import record
 from pdactors.policy.scaling import Crew
 from pdactors.policy.tasks import Order
 from pdactors.transport import Peer, Transport
@@ -80,6 +84,10 @@ class Router(Actor):
                 layout=spec.layout.fingerprint,
             )
         )
+        self._record: BinaryIO | None = None
+        if config.router.record:
+            self._record = _open_record(f"{config.router.record}-{spec.incarnation}")
+            record(self.dispatcher, self._record.write)
         self.liveness = Liveness(config.router.dead_after_ms / 1000)
         self._given_up: dict[str, int] = {}  # incarnations of actors that were lost with their node
         self._is_draining = False
@@ -134,6 +142,8 @@ class Router(Actor):
 
     async def close(self) -> None:
         self.beat()  # where the run ends, others hear of it
+        if self._record is not None:
+            self._record.close()
 
     # ---- The fleet --------
 
@@ -368,3 +378,15 @@ class Router(Actor):
                 self._perform(self.dispatcher.undelivered(to, message, self.clock()))
         if self._is_draining and not self.dispatcher.requests:
             self.beat()
+
+
+def _open_record(path: str) -> BinaryIO:
+    """Open a new file for what the router is told, which has prompts in it: nobody else may read it.
+
+    Raises:
+        ConfigError: it is there already, or cannot be made.
+    """
+    try:
+        return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0)
+    except OSError as error:
+        raise ConfigError(f'router.record = "{path}": {error.strerror}') from error

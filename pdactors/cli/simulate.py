@@ -23,6 +23,7 @@ from pdactors.config.cluster import Mode
     "--hardware", default="cpu", show_default=True, help="Or those of a data sheet: a100-80g, h100, h200, cpu."
 )
 @click.option("--tp", type=click.IntRange(1, 64), default=1, show_default=True, help="Devices of each engine.")
+@click.option("--decode-tp", type=click.IntRange(1, 64), help="Devices of each decode engine, if not as many.")
 @click.option("--hide-caches", is_flag=True, help="Place requests without knowing what engines have cached.")
 @result_options
 def command(
@@ -32,6 +33,7 @@ def command(
     cost: Path | None,
     hardware: str,
     tp: int,
+    decode_tp: int | None,
     hide_caches: bool,
     as_json: bool,
     output: Path | None,
@@ -53,7 +55,7 @@ def command(
         found = simulate(
             file,
             traffic,
-            Costs(cost, hardware, tp),
+            Costs(cost, hardware, tp, decode_tp or 0),
             sets=sets,
             modes=modes,
             knows_caches=not hide_caches,

@@ -158,6 +158,10 @@ class RouterSection(Section, frozen=True):
     dead_after_ms: Annotated[
         int, Meta(ge=20, le=600_000, description="a silence that is taken for death; more than heartbeat_ms")
     ] = 2000
+    record: Annotated[
+        str,
+        Meta(description='debugging: file for all that the router is told and orders, prompts too; "" writes none'),
+    ] = ""
 
 
 class TraceSection(Section, frozen=True):

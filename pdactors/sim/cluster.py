@@ -56,7 +56,10 @@ class _Answer:
 
 
 class SimCluster:
-    """Runs one cluster file. `knows_caches` False hides from the router what engines have cached."""
+    """Runs one cluster file; `decode_cost` is how long decode engines' steps take, if not as others'.
+
+    `knows_caches` False hides from the router what engines have cached.
+    """
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class SimCluster:
         model: ModelSize,
         cost: CostModel,
         *,
+        decode_cost: CostModel | None = None,
         wants_gaps: bool = True,
         knows_caches: bool = True,
     ) -> None:
@@ -73,6 +77,7 @@ class SimCluster:
             raise ConfigError("kv.prune cannot be simulated")
         self.config = config
         self.cost = cost
+        self.decode_cost = decode_cost or cost
         self.clock = Clock()
         self.wants_gaps = wants_gaps  # a stamp for each token, not only for the first and the last
         self.records: list[Record] = []

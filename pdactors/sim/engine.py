@@ -67,6 +67,7 @@ class SimEngine:
     def __init__(self, node: SimNode, member: Member, limits: EngineLimits) -> None:
         self.node = node
         self.member = member
+        self.cost = node.router.decode_cost if member.role == "decode" else node.cost
         self.pool = BlockPool()
         self.engine = VirtualEngine(node.layout, self.pool, limits)
         self.owner = Owner(self.pool, lambda: self.engine.num_unreserved)
@@ -189,15 +190,14 @@ class SimEngine:
                 self.node.router.token(outcome.sequence, [self.node.clock.now])
             self._move_on(outcomes, [sequence for sequence, _ in step.portions])
 
-        self.node.host.begin(self.node.cost.step(work), step.is_decode, ended)
+        self.node.host.begin(self.cost.step(work), step.is_decode, ended)
 
     def _begin_run(self, steps: int) -> None:
         self._is_stepping, self._stalled_since = True, None
         batch = self.engine.running
         kv_tokens = sum(s.num_stored + 1 for s in batch)
-        cost = self.node.cost
-        first_s = cost.step(StepWork(len(batch), len(batch), kv_tokens, 0.0, len(batch)))
-        self._run = _Run(self.node.clock.now, first_s, cost.kv_token_s * len(batch), steps)
+        first_s = self.cost.step(StepWork(len(batch), len(batch), kv_tokens, 0.0, len(batch)))
+        self._run = _Run(self.node.clock.now, first_s, self.cost.kv_token_s * len(batch), steps)
         self.node.clock.at(self._run.end_s(steps), self._end_run, self._run, steps)
 
     def _end_run(self, run: _Run, steps: int) -> None:

@@ -27,7 +27,8 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True,
     },
 }  # fmt: skip
-_CONFIGS["llama-3.1-8b"] = _CONFIGS["llama-3-8b"] | {"max_position_embeddings": 131072}
+for _size in ("8b", "70b"):
+    _CONFIGS[f"llama-3.1-{_size}"] = _CONFIGS[f"llama-3-{_size}"] | {"max_position_embeddings": 131072}
 PRESETS = tuple(_CONFIGS)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +33,7 @@ class Costs:
     file: Path | None = None
     hardware: str = "cpu"
     tensor_parallel: int = 1
+    decode_tensor_parallel: int = 0  # of decode engines; 0: as the others
 
     def of(self, config: ClusterConfig, model: ModelSize) -> CostModel:
         """Return the costs for a cluster's model.
@@ -48,6 +49,10 @@ class Costs:
                 raise ConfigError(f"{self.file}: was measured with {key} {theirs}; the cluster's is {ours}")
         return cost
 
+    def of_decode(self, config: ClusterConfig, model: ModelSize) -> CostModel:
+        """Return the costs of decode engines; raises ConfigError as `of`."""
+        return replace(self, tensor_parallel=self.decode_tensor_parallel or self.tensor_parallel).of(config, model)
+
 
 @dataclass(frozen=True)
 class Scene:
@@ -56,13 +61,19 @@ class Scene:
     config: ClusterConfig
     model: ModelSize
     cost: CostModel
+    decode_cost: CostModel | None = None
     knows_caches: bool = True
     wants_gaps: bool = True
 
     def cluster(self) -> SimCluster:
         """Return a new cluster at time 0."""
         return SimCluster(
-            self.config, self.model, self.cost, wants_gaps=self.wants_gaps, knows_caches=self.knows_caches
+            self.config,
+            self.model,
+            self.cost,
+            decode_cost=self.decode_cost,
+            wants_gaps=self.wants_gaps,
+            knows_caches=self.knows_caches,
         )
 
 
@@ -98,10 +109,10 @@ def simulate(
         next(read_trace(traffic.trace))
     servers: dict[str, ServerResult] = {}
     records: dict[str, list[Record]] = {}
-    cost = costs.of(base, model)
+    cost, decode_cost = costs.of(base, model), costs.of_decode(base, model)
     for mode in modes or MODES:
         config = load(file, sets=[*sets, f"cluster.mode={mode}"])
-        scene = Scene(config, model, cost, knows_caches=knows_caches)
+        scene = Scene(config, model, cost, decode_cost, knows_caches=knows_caches)
         runs = []
         for number in range(traffic.rounds):
             progress(f"{mode}, round {number + 1} of {traffic.rounds}", 0, 0)
@@ -109,7 +120,8 @@ def simulate(
         servers[mode] = _result(runs, traffic)
         records[mode] = [record for run in runs for record in run.records]
     cores = sum(sum(node.engines(base.cluster.mode).values()) for node in base.node)
-    return Outcome(summarise(base, traffic, cores, servers, cost.name), records)
+    names = dict.fromkeys((cost.name, decode_cost.name))
+    return Outcome(summarise(base, traffic, cores, servers, " and ".join(names)), records)
 
 
 def run_scene(scene: Scene, traffic: Traffic, seed: str) -> Simulated:
@@ -165,7 +177,7 @@ def _result(runs: list[Simulated], traffic: Traffic) -> ServerResult:
             name: ActorUse(
                 role=engine.member.role,
                 busy_share=round(engine.busy_s / seconds, 4),
-                way=run.cluster.cost.name,
+                way=engine.cost.name,
                 preempted=engine.engine.num_preempted,
             )
             for name, engine in run.cluster.engines.items()
