@@ -42,7 +42,7 @@ def command(
     """Simulate the cluster of FILE in each mode: the real policies, a virtual clock, durations from a cost model.
 
     Takes the loads of `pdactors bench serve` and prints what it prints. The model is that of FILE, a folder or
-    config.json in Hugging Face format, llama-3-8b, llama-3-70b or smollm2-135m; its weights are not read.
+    config.json in Hugging Face format, llama-3-8b, llama-3-70b (or 3.1) or smollm2-135m; its weights are not read.
     """
     traffic = traffic_of(options)
     from pdactors.bench.report import check_plots
