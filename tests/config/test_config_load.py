@@ -95,6 +95,7 @@ def test_the_documented_file_names_every_key_but_the_optional_ones() -> None:
         "cluster.drain_s",
         "kv.damage_every",
         "kv.overlap",
+        "router.record",
         "kv.store_memory",
         "engine.stamp_tokens",
         "security.token_file",
