@@ -9,7 +9,6 @@ import argparse
 import os
 import time
 import urllib.request
-from collections import Counter
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -17,7 +16,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from pdactors import Client, PDError
 
 ROLES = ("prefill", "decode")
-BUSY, IDLE = 0.8, 0.5  # shares of a period
 
 
 @dataclass(frozen=True)
@@ -54,11 +52,11 @@ def busy_share(before: Seen, now: Seen, seconds: float) -> float:
     return min(1.0, spent / seconds / len(both)) if both else 0.0
 
 
-def decide(engines: int, waiting: float, busy: float, most: int) -> int:
+def decide(engines: int, waiting: float, busy: float, most: int, grow_at: float, shrink_below: float) -> int:
     """Return how many engines a role is to have: one more, one fewer, or as many as now."""
-    if waiting and busy >= BUSY:
+    if waiting and busy >= grow_at:
         return max(engines, min(engines + 1, most))
-    if not waiting and engines > 1 and busy * engines / (engines - 1) < IDLE:
+    if not waiting and engines > 1 and busy * engines / (engines - 1) < shrink_below:
         return engines - 1
     return engines
 
@@ -70,6 +68,8 @@ def main() -> None:
     parser.add_argument("--key", default="", help="a CURVE key, where security.curve is on")
     parser.add_argument("--node", default="n0")
     parser.add_argument("--period", type=float, default=15.0, help="seconds")
+    parser.add_argument("--grow-at", type=float, default=0.8, help="busy share of the engines that there are")
+    parser.add_argument("--shrink-below", type=float, default=0.5, help="busy share that those left would have")
     for role in ROLES:
         parser.add_argument(f"--max-{role}", type=int, default=2)
     options = parser.parse_args()
@@ -85,7 +85,8 @@ def main() -> None:
                     if before is None:
                         continue
                     busy = busy_share(before, now, now_s - before_s)
-                    count = decide(now.engines, now.waiting, busy, getattr(options, f"max_{role}"))
+                    most, limits = getattr(options, f"max_{role}"), (options.grow_at, options.shrink_below)
+                    count = decide(now.engines, now.waiting, busy, most, *limits)
                     if count != now.engines:
                         client.scale(options.node, role, count)
                         print(f"{role}: {now.engines} -> {count} ({now.waiting:.0f} wait, {busy:.0%} busy)", flush=True)

@@ -44,7 +44,9 @@ def test_what_is_installed_is_the_lock_and_extras_that_exist() -> None:
     (install,) = (shlex.split(line) for line in instructions("RUN") if "pip install" in line)
     assert install[install.index("--constraint") + 1] == "constraints.txt"
     extras = install[-1].removeprefix(".[").removesuffix("]").split(",")
-    assert set(extras) <= tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
+    assert (
+        set(extras) <= tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
+    )
 
 
 def test_it_starts_our_command_as_somebody_else_than_root() -> None:

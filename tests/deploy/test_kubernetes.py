@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
-import yaml
+from manifests import HERE, KUSTOMIZATION, MANIFESTS, WORKLOADS, arguments, named, pod, workload
 from pages import ROOT, parse
 
 from pdactors.actors.blueprint import ENGINE_OVERHEAD_BYTES
@@ -19,42 +18,15 @@ from pdactors.config.keys import CLUSTER, cluster_keys, make_keys
 from pdactors.config.load import load
 from pdactors.config.memory import parse_size
 
-HERE = ROOT / "deploy" / "kubernetes"
 VERSION = "1.37"
 POD_IP = "10.1.2.3"
-WORKLOADS = {"router": "Deployment", "engines": "StatefulSet"}
-KUSTOMIZATION = yaml.safe_load((HERE / "kustomization.yaml").read_text())
-MANIFESTS: list[dict[str, Any]] = [
-    manifest for file in KUSTOMIZATION["resources"] for manifest in yaml.safe_load_all((HERE / file).read_text())
-]
-
 every_workload = pytest.mark.parametrize("part", WORKLOADS)
 
 
-def named(kind: str) -> dict[str, dict[str, Any]]:
-    return {manifest["metadata"]["name"]: manifest for manifest in MANIFESTS if manifest["kind"] == kind}
-
-
-def workload(part: str) -> dict[str, Any]:
-    return named(WORKLOADS[part])[f"pdactors-{part}"]
-
-
-def pod(part: str) -> dict[str, Any]:
-    spec = workload(part)["spec"]["template"]["spec"]
-    assert isinstance(spec, dict)
-    return spec
-
-
-def arguments(part: str, name: str) -> list[str]:
-    """Return the container's arguments as the kubelet passes them in the pod called `name`."""
-    (container,) = pod(part)["containers"]
-    fields = {"metadata.name": name, "status.podIP": POD_IP}
-    values = {entry["name"]: fields[entry["valueFrom"]["fieldRef"]["fieldPath"]] for entry in container["env"]}
-    return [re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], argument) for argument in container["args"]]
-
-
 def effective(part: str, name: str) -> ClusterConfig:
-    sets = [argument.removeprefix("--set=") for argument in arguments(part, name) if argument.startswith("--set=")]
+    """Return the configuration as the launch in a pod has it."""
+    words = arguments(part, name, POD_IP)
+    sets = [word.removeprefix("--set=") for word in words if word.startswith("--set=")]
     return load(HERE / "cluster.toml", sets=sets, environ={})
 
 
@@ -80,7 +52,7 @@ def test_every_replica_launches_a_node_of_its_own_at_its_own_address(part: str) 
     most = 3 if part == "engines" else 1
     assert workload(part)["spec"]["replicas"] <= most
     for name in [f"pdactors-{part}-{i}" for i in range(most)]:
-        launch = arguments(part, name)
+        launch = arguments(part, name, POD_IP)
         parse([word.replace("/etc/pdactors", str(HERE)) for word in launch])
         node = next(word.removeprefix("--node=") for word in launch if word.startswith("--node="))
         assert node == (name if part == "engines" else "pdactors-router")
@@ -157,7 +129,9 @@ def test_the_keys_of_the_secret_are_taken(part: str, tmp_path: Path) -> None:
         key.chmod(0o440)  # as a volume of a secret has them for its group
         (secrets / key.name).symlink_to(key)
     ((container,), config) = pod(part)["initContainers"], load(HERE / "cluster.toml", environ={})
-    command = [word.replace("/secrets", str(secrets)).replace("/run/pdactors", str(run)) for word in container["command"]]
+    command = [
+        word.replace("/secrets", str(secrets)).replace("/run/pdactors", str(run)) for word in container["command"]
+    ]
     for _ in range(2):  # a container may be started again
         subprocess.run(command, check=True)
     folder = run / Path(config.security.key_dir).relative_to("/run/pdactors")

@@ -16,7 +16,7 @@ UNIT = ROOT / "deploy" / "systemd" / "pdactors@.service"
 
 def test_the_command_and_the_folders_fit(tmp_path: Path) -> None:
     unit = configparser.ConfigParser(interpolation=None)
-    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.optionxform = str
     unit.read(UNIT)
     service = unit["Service"]
     (tmp_path / "cluster.toml").touch()

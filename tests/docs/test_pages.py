@@ -136,7 +136,7 @@ def test_links_lead_to_files(page: Path) -> None:
 @every_page
 def test_paths_and_keys_in_running_text_exist(page: Path) -> None:
     for span in spans(page):
-        if re.fullmatch(r"[\w-]+(/[\w-]+)+\.(py|md|toml|json)", span):
+        if re.fullmatch(r"[\w-]+(/[\w-]+)+\.(py|md|toml|json|yaml|sbatch)", span):
             assert (ROOT / span).exists() or (ROOT / "pdactors" / span).exists(), span
         section, _, key = re.split(r"[ =]", span)[0].partition(".")
         if section in SECTIONS and key and key not in ("toml", "key", "pub"):
