@@ -83,6 +83,7 @@ def test_the_router_s_and_an_engine_s_pod_serve_and_drain(
             answer = client.generate("the cat sat on the mat", max_tokens=8, ignore_eos=True)
             assert len(answer.token_ids) == 8
             assert {a["node"] for a in client.status()["actors"] if a["role"] == "decode"} == {NAMES["engines"]}
+        assert pods["router"].run([*PDACTORS, "status", "--token", token]) == 0
         engine.terminate()
         assert engine.wait(30.0) == 0  # well before cluster.drain_s, since nothing runs
         assert not pods["engines"].has_started()
