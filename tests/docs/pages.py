@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+import click
+
+from pdactors.cli.main import main
+
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 _FENCE = re.compile(r"```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -93,3 +97,20 @@ def shape(lines: list[str]) -> re.Pattern[str]:
 
     token = re.compile(r"(?P<h>[0-9a-f]{8,})|(?P<n>\d[\d.,]*)|(?P<s>\s+)|.")
     return re.compile("\n".join(".*" if line == "…" else token.sub(generic, line.strip()) for line in lines), re.DOTALL)
+
+
+def parse(arguments: list[str]) -> None:
+    """Have click read a command line without running it; raises UsageError for what it does not know."""
+    group = click.Context(main)
+    command: click.Command | None = main
+    while isinstance(command, click.Group):
+        name, *arguments = arguments
+        if name.startswith("-"):
+            return
+        command = command.get_command(group, name)
+        assert command is not None, f"there is no command {name}"
+    assert command is not None
+    try:
+        command.make_context(command.name, arguments, parent=group)
+    except click.exceptions.Exit:
+        pass  # --help

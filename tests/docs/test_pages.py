@@ -10,7 +10,7 @@ from unittest.mock import patch
 import click
 import msgspec
 import pytest
-from pages import PAGES, ROOT, Block, Command, blocks, shape, spans
+from pages import PAGES, ROOT, Block, Command, blocks, parse, shape, spans
 
 from pdactors import client_messages, messages
 from pdactors.actors.http.objects import STATUS
@@ -78,23 +78,6 @@ def test_what_is_shown_of_the_protocol_can_be_read(block: Block) -> None:
 # ---- Commands --------
 
 
-def parse(arguments: list[str]) -> None:
-    """Have click read a command line without running it; raises UsageError for what it does not know."""
-    group = click.Context(main)
-    command: click.Command | None = main
-    while isinstance(command, click.Group):
-        name, *arguments = arguments
-        if name.startswith("-"):
-            return
-        command = command.get_command(group, name)
-        assert command is not None, f"there is no command {name}"
-    assert command is not None
-    try:
-        command.make_context(command.name, arguments, parent=group)
-    except click.exceptions.Exit:
-        pass  # --help
-
-
 @every("console")
 def test_a_command_line_names_what_exists(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -153,7 +136,7 @@ def test_links_lead_to_files(page: Path) -> None:
 @every_page
 def test_paths_and_keys_in_running_text_exist(page: Path) -> None:
     for span in spans(page):
-        if re.fullmatch(r"[\w-]+(/[\w-]+)+\.(py|md|toml|json)", span):
+        if re.fullmatch(r"[\w-]+(/[\w-]+)+\.(py|md|toml|json|yaml|sbatch)", span):
             assert (ROOT / span).exists() or (ROOT / "pdactors" / span).exists(), span
         section, _, key = re.split(r"[ =]", span)[0].partition(".")
         if section in SECTIONS and key and key not in ("toml", "key", "pub"):

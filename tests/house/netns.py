@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 from pdactors.actors.discovery import Ready, read_ready_file
 
@@ -114,6 +115,15 @@ class Host:
                 yield
             finally:
                 _enter(home.fileno())
+
+    def serves(self) -> bool:
+        """Say whether a gateway at this host's port 7080 could serve a request; takes a moment where it could not."""
+        try:
+            with self.entered(), urlopen(f"http://{self.address}:7080/health", timeout=5.0):
+                return True
+        except OSError:  # also what is not 200
+            time.sleep(0.2)
+            return False
 
     def counters(self) -> Counters:
         """Read the interface's counters."""

@@ -1,0 +1,22 @@
+"""Two machines of their own for what `deploy/` starts on several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from netns import Host, missing, namespaces
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[Host]]:
+    if why := missing():
+        pytest.skip(why)
+    with namespaces(2) as made:
+        yield made
+
+
+@pytest.fixture
+def small() -> dict[str, str]:
+    """What makes a cluster file's nodes small, as environment variables; the model is to be added."""
+    return {"PDACTORS_KV_MEMORY": "64MiB", "PDACTORS_MODEL_DTYPE": "float32", "PDACTORS_MODEL_MAX_MODEL_LEN": "2048"}
