@@ -295,6 +295,9 @@ class FakeGateway:
     def cancel(self, key: str) -> None:
         self.cancelled.append(key)
 
+    def prompt_use(self, _key: str) -> tuple[int, int]:
+        return 1, 0
+
     def warning(self, *_: Any, **__: Any) -> None:
         pass
 
