@@ -16,7 +16,7 @@ from pdactors.actors.ready_file import remove_ready_file
 from pdactors.actors.spec import ActorSpec, decode_spec
 from pdactors.config.logging import configure, get_logger
 from pdactors.errors import PDError
-from pdactors.transport import Transport, transport_for
+from pdactors.transport import Transport, actors_transport
 
 if TYPE_CHECKING:
     from pdactors.engine.model import PagedModel
@@ -55,7 +55,7 @@ async def _live(spec: ActorSpec, model: PagedModel | None) -> str | None:
     """Be the actor; return why it failed, None if it was asked to stop."""
     log = get_logger(actor=spec.name, node=spec.node)
     try:
-        actor = _make(spec, transport_for(spec.control, spec.keys, spec.io_cores), model)
+        actor = _make(spec, actors_transport(spec.control, spec.keys, spec.io_cores), model)
         loop = asyncio.get_running_loop()
         # Not the loop's own handler: closing the loop would undo it, and a second signal would kill us then.
         signal.signal(signal.SIGTERM, lambda *_: loop.call_soon_threadsafe(actor.stop))

@@ -32,7 +32,7 @@ from pdactors.config.memory import available_bytes
 from pdactors.engine.shape import ModelShape, model_fingerprint
 from pdactors.errors import ConfigError
 from pdactors.kv.arena import Arena
-from pdactors.transport import mooncake, transport_for
+from pdactors.transport import mooncake, actors_transport
 
 _ADVICE = {
     errno.EADDRINUSE: "it is in use, perhaps by another cluster; end that, or choose another port (0: a free one)",
@@ -161,7 +161,7 @@ def _make_share(
     fds = {fd for actors in plans for actor in actors for fd in msgspec.structs.astuple(actor.fds) if fd >= 0}
     nursery = Nursery(run.model.folder, run.config.model.dtype, run.layout.block_tokens, sorted(fds))
     supervisors = [
-        Supervisor(_supervisor_spec(actors[0]), transport_for(run.control, run.keys), actors, nursery)
+        Supervisor(_supervisor_spec(actors[0]), actors_transport(run.control, run.keys), actors, nursery)
         for actors in plans
     ]
     return Share(supervisors, nursery, addresses, tell_ready)

@@ -29,7 +29,7 @@ from pdactors.errors import PDError
 from pdactors.kv.layout import KVLayout
 from pdactors.messages import Finished, FinishReason, Load, Member, Prefill, Release, Role, Token, Tokens
 from pdactors.text.tokenizer import Tokenizer
-from pdactors.transport import Transport, transport_for
+from pdactors.transport import Transport, actors_transport
 
 STREAMS = 200
 TOKENS = 500  # of each
@@ -133,9 +133,9 @@ async def _cluster(folder: str, streams: int, tokens: int) -> AsyncIterator[tupl
     with ExitStack() as sockets:
         control, clients = (sockets.enter_context(socket.create_server(("127.0.0.1", 0), backlog=1024)) for _ in "cc")
         specs = _specs(folder, control, clients, tokens)
-        router = Router(specs["router"], transport_for(specs["router"].control))
+        router = Router(specs["router"], actors_transport(specs["router"].control))
         tokenizer = Tokenizer(Path(folder))
-        talker = _Talker(specs["worker"], transport_for(specs["worker"].control), tokenizer.encode(TEXT))
+        talker = _Talker(specs["worker"], actors_transport(specs["worker"].control), tokenizer.encode(TEXT))
         async with asyncio.TaskGroup() as tasks:
             for actor in (router, talker):
                 tasks.create_task(actor.run())

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 import psutil
 from msgspec import Struct
@@ -19,7 +21,7 @@ from pdactors.errors import PDError
 from pdactors.messages import Role
 from pdactors.policy.scaling import ENGINES
 
-KINDS = ("kill", "kill", "stop", "pause", "restart", "drain")
+KINDS = ("kill", "kill", "stop", "pause", "restart", "drain", "cut")
 PAUSE_S = (0.5, 5.0)  # between two deeds
 ASK_TIMEOUT_S = 10.0
 
@@ -36,7 +38,8 @@ class Deed(Struct, frozen=True):
 class Mischief:
     """`kill` and `restart` end a process at once or by SIGTERM; `stop` holds it until it is given up, `pause` for less.
 
-    `drain` has another engine of that role and node started first.
+    `drain` has another engine of that role and node started first. `cut` drops every TCP connection of a process, as a
+    network may, with what is under way on it; the kernel lets root do that.
     """
 
     def __init__(self, run_id: str, address: str, token: str, dead_after_s: float, seed: int) -> None:
@@ -75,6 +78,8 @@ class Mischief:
     def _hurt(self, kind: str, process: psutil.Process, held: asyncio.TaskGroup) -> str:
         """Signal a process; return why it could not be done."""
         try:
+            if kind == "cut":
+                return _cut(process)
             if kind in ("stop", "pause"):
                 process.send_signal(signal.SIGSTOP)
                 longest = self._dead_after_s * (2.5 if kind == "stop" else 0.5)
@@ -113,6 +118,22 @@ class Mischief:
         except (PDError, TimeoutError) as error:
             return str(error) or "no answer"
         return ""
+
+
+def _cut(process: psutil.Process) -> str:
+    if shutil.which("ss") is None:
+        return "connections are dropped by `ss`, which is not installed (iproute2)"
+    for one in process.net_connections("tcp"):
+        if one.raddr:
+            ends = ["src", _end(one.laddr), "dst", _end(one.raddr)]
+            done = subprocess.run(["ss", "-K", "-t", *ends], capture_output=True, text=True, check=False)  # noqa: S603, S607
+            if done.returncode:
+                return done.stderr.strip()
+    return ""
+
+
+def _end(address: Any) -> str:
+    return f"[{address.ip}]:{address.port}" if ":" in address.ip else f"{address.ip}:{address.port}"
 
 
 async def _go_on_after(process: psutil.Process, seconds: float) -> None:

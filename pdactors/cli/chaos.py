@@ -20,7 +20,7 @@ from pdactors.cli.options import config_options
 def command(
     file: Path | None, sets: tuple[str, ...], minutes: float, seed: int | None, concurrency: int, as_json: bool
 ) -> None:
-    """Start the cluster of FILE and hurt its actors while it answers: kill, stop, pause, restart and drain them.
+    """Start the cluster of FILE and hurt its actors while it answers: kill, stop, pause, restart, drain, cut off.
 
     What each request is answered alone is learnt first. Exits 1 if anything was wrong, hung or leaked.
     """

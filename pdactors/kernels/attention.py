@@ -79,13 +79,10 @@ def _chunk(table, num_table, token, block_tokens, block_stride, head_dim, keys, 
     return block + keys + inside * head_dim, block + values + inside
 
 
-# fmt: off
 @njit(nogil=True)
-def _coming(
-    table, num_table, last, next_table, next_last, next_plane, token, block_tokens, block_stride, head_dim, keys, values
-):
-# fmt: on
-    """Return where the chunk from `token` on lies; behind the last one, a chunk of what is attended for next."""
+def _coming(span, token, block_tokens, block_stride, head_dim, keys, values):
+    """Return where the chunk from `token` on lies; behind the span's last one, a chunk of what is attended for next."""
+    table, num_table, last, next_table, next_last, next_plane = span
     if token <= last:
         return _chunk(table, num_table, token, block_tokens, block_stride, head_dim, keys, values)
     token, keys, values = min(token - last - DEPTH, next_last), keys + next_plane, values + next_plane
@@ -165,6 +162,7 @@ def attend(
     seen = load(floats, scores)
     least, most = past + first // group + 1, past + (first + num_columns - 1) // group + 1
     last, next_last = (most - 1) // DEPTH * DEPTH, (next_context - 1) // DEPTH * DEPTH
+    span = (table, num_table, last, next_table, next_last, next_plane)
     streams = num_columns < LANES  # a prompt's KV is near already
     top, total, factor = splat(_NEVER), splat(0.0), splat(scale)
     clear(arena, head_dim, floats, sums)
@@ -176,15 +174,11 @@ def attend(
     for token in range(0, most, DEPTH):
         values_now = at_values
         at_keys, at_values = near_keys, near_values
-        near_keys, near_values = _coming(
-            table, num_table, last, next_table, next_last, next_plane, token + 2 * DEPTH, block_tokens, block_stride,
-            head_dim, keys, values,
-        )  # fmt: skip
+        near = token + 2 * DEPTH
+        near_keys, near_values = _coming(span, near, block_tokens, block_stride, head_dim, keys, values)
         if streams:
-            far_keys, far_values = _coming(
-                table, num_table, last, next_table, next_last, next_plane, token + _PAGE_AHEAD * DEPTH, block_tokens,
-                block_stride, head_dim, keys, values,
-            )  # fmt: skip
+            far = token + _PAGE_AHEAD * DEPTH
+            far_keys, far_values = _coming(span, far, block_tokens, block_stride, head_dim, keys, values)
             prefetch(arena, far_keys)
             prefetch(arena, far_values)
         if token < last:  # the next chunk's products run beside this chunk's arithmetic

@@ -2,7 +2,7 @@
 
 Messages are lists of frames. Between two ends they arrive whole, in order and at most once. Nothing blocks: a
 full queue raises `Busy`, a peer that is known to be gone raises `PeerGone`. A message that was accepted can still
-be lost with its peer, so what matters is acknowledged by the receiver.
+be lost with its peer, or with the connection to it unless the transport is lossless.
 
     Transport --listen--> Listener   many peers, each known by the identity that it connected with
               --connect-> Channel    one peer, which may appear later; what is sent meanwhile waits in the queue

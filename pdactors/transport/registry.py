@@ -8,6 +8,7 @@ from pdactors.config.keys import CurveKeys
 from pdactors.errors import ConfigError
 from pdactors.transport.contracts import Transport
 from pdactors.transport.inproc import InprocTransport
+from pdactors.transport.lossless import LosslessTransport
 
 
 def transport_for(address: str, keys: CurveKeys | None = None, cores: Collection[int] = ()) -> Transport:
@@ -26,3 +27,9 @@ def transport_for(address: str, keys: CurveKeys | None = None, cores: Collection
 
         return ZmqTransport(keys, cores)
     raise ConfigError(f"address {address!r}: unknown scheme {scheme!r}; known: tcp, inproc")
+
+
+def actors_transport(address: str, keys: CurveKeys | None = None, cores: Collection[int] = ()) -> Transport:
+    """Make the transport between actors; what `transport_for` says, and a broken connection loses no message."""
+    transport = transport_for(address, keys, cores)
+    return transport if isinstance(transport, InprocTransport) else LosslessTransport(transport)

@@ -11,9 +11,9 @@ import pytest
 from inbox import Inbox
 
 from pdactors.errors import ConnectionLost
-from pdactors.transport import Busy, Channel, PeerGone, Transport, transport_for
+from pdactors.transport import Busy, Channel, PeerGone, Transport, actors_transport, transport_for
 
-SCHEMES = {"inproc": "inproc://contract-{}", "tcp": "tcp://127.0.0.1:0"}
+SCHEMES = {"inproc": "inproc://contract-{}", "tcp": "tcp://127.0.0.1:0", "lossless": "tcp://127.0.0.1:0"}
 numbers = itertools.count()
 
 
@@ -39,11 +39,12 @@ def address(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-async def make(address: str) -> AsyncIterator[Callable[[], Transport]]:
+async def make(request: pytest.FixtureRequest, address: str) -> AsyncIterator[Callable[[], Transport]]:
     made: list[Transport] = []
+    new = actors_transport if "lossless" in request.node.name else transport_for
 
     def make() -> Transport:
-        made.append(transport_for(address))
+        made.append(new(address))
         return made[-1]
 
     yield make
