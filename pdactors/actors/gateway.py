@@ -197,10 +197,6 @@ class Gateway(Actor):
             self.tell(ROUTER, Cancel(request))
             self._finish(answer, "cancelled")
 
-    def prompt_use(self, request: str) -> tuple[int, int]:
-        """Return how many tokens the prompt of a request under way has, and how many of them were cached."""
-        return self.answers[request].prompt_use
-
     async def ask(self, what: str) -> dict[str, Any]:
         """Answer `status` or `leaks` from fresh reports of every actor, or `requests` from what is known here.
 

@@ -61,7 +61,7 @@ class Exchange:
         if self.is_left:
             return
         if isinstance(event, TokenEvent) and event.index == 0:
-            self.prompt_uses[index] = self._gateway.prompt_use(self._requests[index])
+            self.prompt_uses[index] = self._gateway.answers[self._requests[index]].prompt_use
         self._events.append((index, event))
         self._changed.set()
         if len(self._events) > MAX_UNREAD_EVENTS:
