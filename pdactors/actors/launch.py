@@ -32,7 +32,7 @@ from pdactors.config.memory import available_bytes
 from pdactors.engine.shape import ModelShape, model_fingerprint
 from pdactors.errors import ConfigError
 from pdactors.kv.arena import Arena
-from pdactors.transport import mooncake, actors_transport
+from pdactors.transport import actors_transport, mooncake
 
 _ADVICE = {
     errno.EADDRINUSE: "it is in use, perhaps by another cluster; end that, or choose another port (0: a free one)",

@@ -79,7 +79,7 @@ class Mischief:
         """Signal a process; return why it could not be done."""
         try:
             if kind == "cut":
-                return _cut(process)
+                return cut(process)
             if kind in ("stop", "pause"):
                 process.send_signal(signal.SIGSTOP)
                 longest = self._dead_after_s * (2.5 if kind == "stop" else 0.5)
@@ -120,7 +120,8 @@ class Mischief:
         return ""
 
 
-def _cut(process: psutil.Process) -> str:
+def cut(process: psutil.Process) -> str:
+    """Have the kernel drop a process's TCP connections; return why it could not be done."""
     if shutil.which("ss") is None:
         return "connections are dropped by `ss`, which is not installed (iproute2)"
     for one in process.net_connections("tcp"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -13,12 +13,14 @@ import psutil
 import pytest
 
 from pdactors import AsyncClient, Client, Cluster, PDError
+from pdactors.bench.mischief import cut
 from pdactors.client_messages import DoneEvent, TokenEvent
 
 pytestmark = pytest.mark.slow
 
 MakeIds = Callable[[object, int], list[int]]
 Asks = list[dict[str, Any]]
+Deed = Callable[[int], Awaitable[None]]  # to a process
 QUICK = {"router.heartbeat_ms": 200, "router.dead_after_ms": 1500}
 SMALL = {"engine.chunk_tokens": 16, "engine.max_batch": 4, "node.0.decode": 2}  # so that there are queues, and chunks
 ROLES = ("decode", "prefill", "migrator", "router", "gateway")
@@ -117,8 +119,8 @@ def is_whole(client: Client) -> bool:
     )
 
 
-async def _hurt(cluster: Cluster, asks: Asks, role: str, number: signal.Signals) -> tuple[list[Asked], int]:
-    """Hurt an actor while answers fill the decodes, prompts are in the prefill's chunks, and others are queued."""
+async def _hurt(cluster: Cluster, asks: Asks, role: str, deed: Deed) -> tuple[list[Asked], int]:
+    """Do it to an actor while answers fill the decodes, prompts are in the prefill's chunks, and others are queued."""
     found = [Asked() for _ in asks]
     async with asyncio.timeout(END_S), AsyncClient(cluster.zmq) as client, AsyncClient(cluster.zmq) as watch:
         async with asyncio.TaskGroup() as group:
@@ -134,8 +136,24 @@ async def _hurt(cluster: Cluster, asks: Asks, role: str, number: signal.Signals)
             await asyncio.sleep(CHUNKS_S)
             assert not any(asked.end for asked in found)
             pid = victim(status, role)
-            os.kill(pid, number)
+            await deed(pid)
     return found, pid
+
+
+def sending(number: signal.Signals) -> Deed:
+    async def send(pid: int) -> None:
+        os.kill(pid, number)
+
+    return send
+
+
+async def cut_often(pid: int) -> None:
+    """Drop the process's TCP connections again and again."""
+    for _ in range(10):
+        reason = await asyncio.to_thread(cut, psutil.Process(pid))
+        if reason:
+            pytest.skip(reason)
+        await asyncio.sleep(0.2)
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -149,7 +167,7 @@ def test_whoever_is_lost_each_answer_is_as_alone(
     cluster: Cluster, make_ids: MakeIds, alone: Any, wait: Any, role: str, number: signal.Signals
 ) -> None:
     asks = questions(make_ids, (role, number))
-    found, pid = asyncio.run(_hurt(cluster, asks, role, number))
+    found, pid = asyncio.run(_hurt(cluster, asks, role, sending(number)))
     for asked, wanted in zip(found, alone(asks), strict=True):
         assert asked.heard == list(wanted[: len(asked.tokens)])
         if isinstance(asked.end, PDError) and role in ("router", "gateway"):
@@ -162,3 +180,19 @@ def test_whoever_is_lost_each_answer_is_as_alone(
         wait(lambda: is_whole(client), WHOLE_S, lambda: f"not whole: {client.status()} {client.leaks()}")
         assert client.generate(**asks[0]).token_ids == tuple(event.token_id for event in alone(asks[:1])[0][:-3])
     assert not psutil.pid_exists(pid), "it was given up and not killed"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "role"),
+    [("lease", "decode"), ("lease", "prefill"), ("lease", "router"), ("ucx", "migrator")],
+    indirect=["cluster"],
+)
+def test_broken_connections_cost_a_moment(
+    cluster: Cluster, make_ids: MakeIds, alone: Any, wait: Any, role: str
+) -> None:
+    asks = questions(make_ids, (role, "cut"))
+    found, pid = asyncio.run(_hurt(cluster, asks, role, cut_often))
+    assert [asked.said for asked in found] == alone(asks)
+    with Client(cluster.zmq) as client:
+        wait(lambda: is_whole(client), WHOLE_S, lambda: f"not whole: {client.status()} {client.leaks()}")
+    assert psutil.pid_exists(pid)

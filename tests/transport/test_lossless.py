@@ -185,7 +185,8 @@ async def test_a_cut_connection_loses_nothing():
         channel.send([b"%d" % i, bytes(10_000)])
         listener.send(b"me", [b"%d" % i, bytes(10_000)])
         if i % 400 == 200:
-            done = subprocess.run(["ss", "-K", "-t", "dport", "=", port], capture_output=True, text=True, check=False)
+            command = ["ss", "-K", "-t", "dport", "=", port]
+            done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
             if done.returncode:
                 pytest.skip(f"the kernel does not let us drop connections: {done.stderr.strip()}")
             cuts += done.stdout.count(port)
