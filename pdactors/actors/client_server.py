@@ -28,6 +28,7 @@ from pdactors.client_messages import (
     TokenEvent,
     to_gateway_decoder,
 )
+from pdactors.config.address import parse_address
 from pdactors.errors import BadRequest, Overloaded, PDError, Unauthorized
 from pdactors.messages import PROTOCOL_VERSION, Message, decode, encode
 from pdactors.transport import Busy, Listener, Peer, PeerGone, Transport, transport_for
@@ -71,12 +72,12 @@ class ClientServer:
         self._on(ClientBye, lambda peer, _client, _message: self._forget(peer))
 
     def start(self, address: str, fd: int) -> None:
-        """Serve the listening socket `fd`, bound to `address`."""
+        """Serve the listening socket `fd`, bound to `address`, with or without `tcp://`."""
         keys = self._gateway.spec.keys
         admits = keys.clients if keys is not None else None
         self._transport = transport_for("tcp://", keys)
         self._listener = self._transport.listen(
-            address, self._receive, fd=fd, max_bytes=MAX_MESSAGE_BYTES, admits=admits
+            f"tcp://{parse_address(address)}", self._receive, fd=fd, max_bytes=MAX_MESSAGE_BYTES, admits=admits
         )
         self._gateway.every(1.0, self._sweep)
 

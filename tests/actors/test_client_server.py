@@ -87,15 +87,15 @@ def gateway() -> FakeGateway:
     return FakeGateway()
 
 
-@pytest.fixture
-async def served(gateway: FakeGateway) -> AsyncIterator[tuple[ClientServer, Peer]]:
+@pytest.fixture(params=["tcp://", ""], ids=["tcp", "plain"])
+async def served(request: pytest.FixtureRequest, gateway: FakeGateway) -> AsyncIterator[tuple[ClientServer, Peer]]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.setblocking(False)
-        address = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
-        transport = transport_for(address)
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        transport = transport_for("tcp://")
         server = ClientServer(gateway)  # type: ignore[arg-type]
-        server.start(address, listening.fileno())
-        yield server, Peer(transport, address)
+        server.start(f"{request.param}{address}", listening.fileno())
+        yield server, Peer(transport, f"tcp://{address}")
         server.close()
         transport.close()
 

@@ -166,6 +166,7 @@ def hold_flat(cluster: Cluster, before: dict[str, tuple[int, int, int]], wait: A
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(ATTACK_S + 240)
 @pytest.mark.skipif("ATTACK_S" not in os.environ, reason="by hand: ATTACK_S=60 says for how many seconds")
 def test_attackers_harm_neither_the_cluster_nor_a_neighbour(attacked: Cluster, dial: Any, wait: Any) -> None:
     neighbour = dial(attacked.tcp, timeout_s=NEIGHBOUR_S)
