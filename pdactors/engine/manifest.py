@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from pdactors.config.memory import format_size
 from pdactors.errors import ModelError
 
 NAME = "manifest.json"
@@ -18,6 +19,15 @@ Progress = Callable[[str, int, int], None]
 
 def silent(step: str, done: int, total: int) -> None:
     """Report no progress."""
+
+
+def in_bytes(progress: Progress) -> Progress:
+    """Have steps that are counted in bytes say how many."""
+
+    def tell(step: str, done: int, total: int) -> None:
+        progress(f"{step}, {format_size(done)} of {format_size(total)}", done, total)
+
+    return tell
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -90,7 +100,7 @@ def sha256_of(path: Path, progress: Progress = silent) -> str:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
             done += len(chunk)
-            progress("verify", done, total)
+            in_bytes(progress)("verify", done, total)
     return digest.hexdigest()
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -286,6 +288,7 @@ class FakeGateway:
     def __init__(self) -> None:
         self.sinks: list[Callable[[Any], None]] = []
         self.cancelled: list[str] = []
+        self.answers: Any = defaultdict(lambda: SimpleNamespace(prompt_use=(1, 0)))
         self.log = self
 
     def submit(self, _body: RequestBody, _id: Any, sink: Callable[[Any], None]) -> str:

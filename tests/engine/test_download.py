@@ -1,7 +1,11 @@
 import hashlib
+import json
 import sys
+import threading
 import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -9,6 +13,7 @@ from pdactors.engine import download
 from pdactors.engine.manifest import silent
 from pdactors.errors import ModelError
 
+SHA = "a" * 40
 WHEEL = "tiny_model-1-py3-none-any.whl"
 
 
@@ -93,14 +98,14 @@ class FakeHub:
 
     def model_info(self, repository, *, timeout, files_metadata):
         assert timeout == download.PROBE_TIMEOUT_S
-        siblings = [SimpleNamespace(rfilename=name, lfs=None) for name in self.files]
+        siblings = [SimpleNamespace(rfilename=name, lfs=None, size=len(text)) for name, text in self.files.items()]
         for item in siblings:
             if item.rfilename.endswith(".safetensors"):
                 content = self.files[item.rfilename]
                 item.lfs = SimpleNamespace(sha256=self.sha256 or hashlib.sha256(content).hexdigest())
         return SimpleNamespace(siblings=siblings, sha="abc", card_data=SimpleNamespace(license="mit"))
 
-    def hf_hub_download(self, repository, name, *, revision, local_dir, etag_timeout):
+    def hf_hub_download(self, repository, name, *, revision, local_dir, etag_timeout, tqdm_class):
         assert revision == "abc"
         path = local_dir / name
         path.write_bytes(self.files[name])
@@ -164,3 +169,62 @@ def test_offline_the_hub_is_not_asked(monkeypatch, use_hub, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelError, match="HF_HUB_OFFLINE"):
         download.from_hub("a/b", tmp_path, silent)
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """The Hub's own library against a server of ours that has a/b with FILES, its weights of some size."""
+    from huggingface_hub import constants
+
+    files = FILES | {"model.safetensors": bytes(4000)}
+    info = {
+        "id": "a/b",
+        "sha": SHA,
+        "siblings": [{"rfilename": name, "size": len(content)} for name, content in files.items()],
+    }
+
+    pages = {f"/a/b/resolve/{SHA}/{name}": content for name, content in files.items()}
+    pages["/api/models/a/b"] = json.dumps(info).encode()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            content = pages.get(urlsplit(self.path).path)
+            if content is None:  # whatever else the library is curious about
+                return self.send_error(404)
+            self.send_response(200)
+            self.send_header("content-length", str(len(content)))
+            self.send_header("etag", hashlib.sha1(content).hexdigest())
+            self.send_header("x-repo-commit", SHA)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content)
+            return None
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        address = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
+        monkeypatch.setenv("HF_XET_CACHE", "unused")
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield files
+        server.shutdown()
+
+
+def test_a_download_from_the_hub_tells_how_many_bytes_are_here(hub, tmp_path, capsys):
+    told = []
+    download.from_hub("a/b", tmp_path, lambda *step: told.append(step))
+    assert (tmp_path / "model.safetensors").read_bytes() == hub["model.safetensors"]
+    weights = [(step, done) for step, done, total in told if "model.safetensors" in step and total == 4002]
+    assert [done for _, done in weights] == [2, 2, 1002, 2002, 3002, 4002]
+    assert weights[-1][0] == "download model.safetensors, 3.9KiB of 3.9KiB"
+    assert capsys.readouterr() == ("", "")

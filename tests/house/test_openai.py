@@ -91,6 +91,24 @@ def test_a_streamed_chat_ends_with_its_usage_if_that_is_asked_for(client: openai
     assert last.usage.prompt_tokens == expected.end["usage"]["prompt_tokens"]
 
 
+def test_each_chunk_has_the_usage_so_far_if_that_is_asked_for_as_vllms_clients_do(
+    client: openai.OpenAI, model: str
+) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {"model": model, "stream": True, "stream_options": options, "n": 2, **GREEDY}
+    for chunks in (
+        [*client.completions.create(prompt="the cat sat", **asked)],
+        [*client.chat.completions.create(messages=CHAT, **asked)],
+    ):
+        *parts, last = chunks
+        for index in (0, 1):
+            usages = [chunk.usage for chunk in parts if chunk.choices[0].index == index]
+            assert [usage.completion_tokens for usage in usages] == [*range(1, 21), 20]
+            assert {usage.prompt_tokens for usage in usages} == {last.usage.prompt_tokens}
+            assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in usages)
+        assert (last.choices, last.usage.completion_tokens) == ([], 40)
+
+
 def test_the_end_of_sequence_ends_an_answer(client: openai.OpenAI, model: str) -> None:
     answer = client.completions.create(model=model, prompt="~", **GREEDY)
     assert (answer.choices[0].finish_reason, answer.choices[0].text) == ("stop", "")

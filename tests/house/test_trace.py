@@ -204,7 +204,7 @@ def test_pages_and_what_they_ask_for_are_served(cluster: Cluster) -> None:
         assert "default-src 'none'" in page.headers["content-security-policy"]
     status = get("/status").json()
     assert {actor["name"] for actor in status["actors"]} >= {"router", "n0/decode-0"}
-    assert status["recent"][0]["id"] == "a/b"
+    assert (status["obstacle"], status["recent"][0]["id"]) == ("", "a/b")
     timeline = get("/timeline/a%2Fb").json()
     hold(timeline)
     assert timeline["request"] == status["recent"][0]["request"]

@@ -205,7 +205,7 @@ class _Answering:
                     chunks.append(self._writer.error_chunk(HttpError.of(error_of(event)).object))
                     break
                 if isinstance(event, TokenEvent):
-                    chunks.append(self._writer.token_chunk(index, event))
+                    chunks.append(self._writer.token_chunk(index, event, self._exchange.prompt_uses[index]))
                 elif isinstance(event, DoneEvent):
                     chunks.append(self._writer.end_chunk(index, event))
             if is_first:

@@ -25,6 +25,7 @@ class Exchange:
         self._events: list[tuple[int, AnyEvent]] = []
         self._requests: dict[int, str] = dict.fromkeys(range(len(bodies)), "")
         self._changed = asyncio.Event()
+        self.prompt_uses: dict[int, tuple[int, int]] = {}  # of answers that have begun: tokens, and those cached
         self.is_left = False
 
     async def begin(self) -> None:
@@ -59,6 +60,8 @@ class Exchange:
             self._requests.pop(index, None)
         if self.is_left:
             return
+        if isinstance(event, TokenEvent) and event.index == 0:
+            self.prompt_uses[index] = self._gateway.answers[self._requests[index]].prompt_use
         self._events.append((index, event))
         self._changed.set()
         if len(self._events) > MAX_UNREAD_EVENTS:

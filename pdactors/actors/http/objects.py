@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from pdactors.client_messages import DoneEvent, ErrorEvent, TokenEvent
+from pdactors.client_messages import DoneEvent, ErrorEvent, TokenEvent, Usage
 from pdactors.errors import PDError, error_for
 from pdactors.openai_messages import ChatBody, OpenAIBody
 from pdactors.text.detokenizer import token_bytes
@@ -102,7 +102,7 @@ class ChunkChoice(Struct, frozen=True):
 
 
 class Completion(Struct, frozen=True):
-    """A whole answer, or a chunk of a stream; `usage` is null in all chunks but the last, where it is asked for."""
+    """A whole answer, or a chunk of a stream, whose `usage` is left out, null, or in the last one or all as asked."""
 
     id: str
     object: str
@@ -152,23 +152,24 @@ class AnswerWriter:
 
     # ---- A stream --------
 
-    def token_chunk(self, index: int, event: TokenEvent) -> bytes:
-        """Write a token of answer `index`."""
+    def token_chunk(self, index: int, event: TokenEvent, prompt_use: tuple[int, int]) -> bytes:
+        """Write a token of answer `index`, to a prompt of so many tokens, of which so many were cached."""
+        usage = self._so_far(Usage(prompt_use[0], event.index + 1, prompt_use[1]))
         choice = self._choices.setdefault(index, _Choice())
         logprobs = self._logprobs(choice, [event])
         if not self._is_chat:
-            return self._chunk([CompletionChoice(index, event.text, self._completion_logprobs(logprobs))])
+            return self._chunk([CompletionChoice(index, event.text, self._completion_logprobs(logprobs))], usage)
         delta = Delta(content=event.text) if choice.has_begun else Delta("assistant", event.text)
         choice.has_begun = True
-        return self._chunk([ChunkChoice(index, delta, self._chat_logprobs(logprobs))])
+        return self._chunk([ChunkChoice(index, delta, self._chat_logprobs(logprobs))], usage)
 
     def end_chunk(self, index: int, event: DoneEvent) -> bytes:
         """Write why answer `index` ended."""
         self._choices.setdefault(index, _Choice()).done = event
-        reason = event.finish_reason
+        reason, usage = event.finish_reason, self._so_far(event.usage)
         if self._is_chat:
-            return self._chunk([ChunkChoice(index, Delta(), finish_reason=reason)])
-        return self._chunk([CompletionChoice(index, "", finish_reason=reason)])
+            return self._chunk([ChunkChoice(index, Delta(), finish_reason=reason)], usage)
+        return self._chunk([CompletionChoice(index, "", finish_reason=reason)], usage)
 
     def last_chunks(self) -> bytes:
         """Write what follows when all answers have ended: the usage if it is asked for, and the stream's end."""
@@ -182,6 +183,9 @@ class AnswerWriter:
     def _chunk(self, choices: Sequence[CompletionChoice | ChunkChoice], usage: TokenUsage | None = None) -> bytes:
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         return self._event(self._object(kind, choices, usage if self._body.includes_usage else UNSET))
+
+    def _so_far(self, usage: Usage) -> TokenUsage | None:
+        return _summed([usage], [usage]) if self._body.includes_usage_so_far else None
 
     def _event(self, content: Struct) -> bytes:
         return b"data: " + self._encoder.encode(content) + b"\n\n"
@@ -222,11 +226,7 @@ class AnswerWriter:
 
     def _usage(self) -> TokenUsage:
         ends = {index: choice.done.usage for index, choice in self._choices.items() if choice.done is not None}
-        prompts = [usage for index, usage in ends.items() if index % self._body.n == 0]
-        prompt = sum(usage.prompt_tokens for usage in prompts)
-        completion = sum(usage.completion_tokens for usage in ends.values())
-        cached = sum(usage.cached_tokens for usage in prompts)
-        return TokenUsage(prompt, completion, prompt + completion, PromptDetails(cached))
+        return _summed([usage for index, usage in ends.items() if index % self._body.n == 0], ends.values())
 
     # ---- Log-probabilities --------
 
@@ -260,6 +260,14 @@ class AnswerWriter:
             top if self._body.num_alternatives else None,
             [offset for offset, _ in found],
         )
+
+
+def _summed(prompts: Collection[Usage], answers: Collection[Usage]) -> TokenUsage:
+    """Add up prompts and answers, each told by the usages that count for it."""
+    prompt = sum(usage.prompt_tokens for usage in prompts)
+    completion = sum(usage.completion_tokens for usage in answers)
+    cached = sum(usage.cached_tokens for usage in prompts)
+    return TokenUsage(prompt, completion, prompt + completion, PromptDetails(cached))
 
 
 class HttpError(Exception):

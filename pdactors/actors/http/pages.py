@@ -51,12 +51,13 @@ class Pages:
         return _page(timeline_page())
 
     async def _status(self, _request: Request) -> Response:
-        """Answer what `pdactors status --json` prints, and the last requests."""
+        """Answer what `pdactors status --json` prints, why nothing could be served now, and the last requests."""
         spec, survey = self._gateway.spec, await self._scraper.survey()
         if survey is None:
             raise HttpError(503, "the router is not there", code="service_unavailable", headers={"retry-after": "1"})
         status = accounts.status(spec.run_id, spec.config.cluster.mode, spec.model.name, survey)
-        return _json({**status, "recent": self._gateway.tracer.recent(NUM_RECENT)})
+        recent = self._gateway.tracer.recent(NUM_RECENT)
+        return _json({**status, "obstacle": self._gateway.obstacle(), "recent": recent})
 
     async def _timeline(self, request: Request) -> Response:
         """Answer a timeline, with `?form=chrome` in Chrome's trace format."""
