@@ -365,6 +365,9 @@ class Actor:
         except InvariantError as error:
             self.log.critical("own books are wrong", reason=error.message)
             self.stop(error)
+        except PDError as error:
+            self.log.info("message refused", message=type(message).__name__, sender=sender.name, reason=error.message)
+            self.failed(message, error)
         except Exception as error:
             self.log.exception("message failed", message=type(message).__name__, sender=sender.name)
             self.failed(message, error)
