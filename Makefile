@@ -12,7 +12,7 @@ install: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@echo "installing into .venv: minutes, the first time"
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench,gguf,mooncake,ucx,test]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench,gguf,mooncake,ray,ucx,test]'
 	@touch $@
 
 serve: $(READY)

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "pdactors"
 ORDER = (
     "errors version config token_ids stamps messages client_messages openai_messages transport kernels kv policy "
-    "engine text observe actors client bench sim cli"
+    "engine text observe actors launchers client bench sim cli"
 ).split()
 HOMES = {  # foreign library -> the only modules and packages that may import it
     "tokenizers": ("text/",),
@@ -21,6 +21,7 @@ HOMES = {  # foreign library -> the only modules and packages that may import it
     "zmq": ("transport/zmq.py",),
     "ucxx": ("transport/ucx.py",),
     "cupy": ("transport/cuda_ipc.py",),
+    "ray": ("launchers/ray.py",),
     "mooncake": ("transport/mooncake.py",),
     "numba": ("kernels/",),
     "torch": ("engine/", "bench/"),

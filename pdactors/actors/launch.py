@@ -8,9 +8,11 @@ import os
 import secrets
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -26,7 +28,7 @@ from pdactors.actors.spec import ActorSpec, Descriptors, ModelSpec
 from pdactors.actors.supervisor import Supervisor
 from pdactors.config.address import Address, local_ip, parse_address
 from pdactors.config.cluster import ClusterConfig, NodeSection
-from pdactors.config.keys import CLIENT, cluster_keys, folder_of
+from pdactors.config.keys import client_key, cluster_keys, folder_of
 from pdactors.config.logging import get_logger
 from pdactors.config.memory import available_bytes
 from pdactors.engine.shape import ModelShape, model_fingerprint
@@ -47,6 +49,8 @@ def launch(
     folder: Path,
     *,
     node: str | None = None,
+    run_id: str = "",
+    control: socket.socket | None = None,
     ready_file: Path | None = None,
     on_ready: Callable[[Ready], None] = lambda _ready: None,
     lifeline: int | None = None,
@@ -54,7 +58,9 @@ def launch(
     """Run this machine's share of the cluster that `config` describes until SIGTERM, Ctrl-C, or the end of the run.
 
     The share is the node called `node`, or all nodes whose host is this machine; the model is in `folder`. With
-    `lifeline`, a descriptor, it also ends when its other end is closed.
+    `lifeline`, a descriptor, it also ends when its other end is closed. Where the router is here it begins a run, or
+    goes on with `run_id`, and listens on `control`, if whoever calls has bound that already. Outside the main thread
+    it hears no signals.
 
     Raises:
         ConfigError: the file asks for what this version or machine does not have, or an address cannot be bound.
@@ -74,8 +80,10 @@ def launch(
     sweep()
     with ExitStack() as opened:
         arenas = {node.name: blueprint.plan_arena(config, node, shape) for node in nodes}
-        sockets = _open_sockets(config, nodes, opened)
+        sockets = _open_sockets(config, nodes, control, opened)
         run = _plan_run(config, folder, shape, arenas[nodes[0].name], hosts, sockets.get("control"), len(nodes))
+        if run_id and "control" in sockets:
+            run = replace(run, run_id=run_id)
         plans = []
         for here in nodes:
             arena = opened.enter_context(_create(arenas[here.name]))
@@ -92,19 +100,20 @@ def launch(
             on_ready(ready)
 
         addresses = _client_addresses(sockets) if sockets else blueprint.client_addresses(config)
-        if config.security.curve and (key := folder_of(config.security.key_dir) / f"{CLIENT}.key").exists():
-            addresses["key"] = str(key)
+        addresses["key"] = client_key(config.security)
         asyncio.run(_live(lambda: _make_share(run, plans, addresses, tell_ready), lifeline))
 
 
-def _open_sockets(config: ClusterConfig, nodes: Sequence[NodeSection], opened: ExitStack) -> dict[str, socket.socket]:
+def _open_sockets(
+    config: ClusterConfig, nodes: Sequence[NodeSection], control: socket.socket | None, opened: ExitStack
+) -> dict[str, socket.socket]:
     """Open what router and gateway listen on, by its name in `Descriptors`; nothing where they run elsewhere."""
     if config.router.node not in {node.name for node in nodes}:
         return {}
-    sockets = {"control": opened.enter_context(_bound("router.control", config.router.control))}
+    sockets = {"control": control or opened.enter_context(bound("router.control", config.router.control))}
     for name, text in (("tcp", config.listen.tcp), ("zmq", config.listen.zmq), ("http", config.listen.http)):
         if text:
-            sockets[name] = opened.enter_context(_bound(f"listen.{name}", text))
+            sockets[name] = opened.enter_context(bound(f"listen.{name}", text))
     return sockets
 
 
@@ -204,20 +213,28 @@ def _log_start(run: Run, node: NodeSection, plan: ArenaPlan) -> None:
 async def _live(make: Callable[[], Share], lifeline: int | None) -> None:
     """Make the share now that there is a loop, and run it until it is told to stop."""
     share = make()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, share.stop)
-    if lifeline is not None:
-        loop.add_reader(lifeline, share.stop)
-    try:
+    with told_to_stop(share.stop, lifeline):
         await share.run()
+
+
+@contextmanager
+def told_to_stop(stop: Callable[[], None], lifeline: int | None) -> Iterator[None]:
+    """Have `stop` called in this loop at SIGTERM and Ctrl-C, and when the other end of `lifeline` is closed."""
+    loop = asyncio.get_running_loop()
+    if threading.current_thread() is threading.main_thread():  # no other hears signals
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop)
+    if lifeline is not None:
+        loop.add_reader(lifeline, stop)
+    try:
+        yield
     finally:
         if lifeline is not None:
             loop.remove_reader(lifeline)
 
 
 @contextmanager
-def _bound(key: str, text: str) -> Iterator[socket.socket]:
+def bound(key: str, text: str) -> Iterator[socket.socket]:
     """Listen on the address that a key of the cluster file names; the actor that serves it inherits the socket."""
     address = parse_address(text)
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET

@@ -32,16 +32,12 @@ def command(
     Prints one `ready` line with the addresses. Ctrl-C or SIGTERM drains and leaves nothing behind.
     """
     from pdactors.actors.discovery import Ready
-    from pdactors.actors.launch import launch
-    from pdactors.engine.store import progress_bar, resolve
+    from pdactors.launchers.contract import launcher_of
 
     configure()
     config = load(file, sets=sets)
     conceal_environment()
-    if node is not None:
-        config.node_named(node)  # before a model is fetched
-    with progress_bar() as progress:
-        folder = resolve(config.model.path, fetch=True, progress=progress)
+    launch = launcher_of(config)
 
     def on_ready(ready: Ready) -> None:
         addresses = {"run_id": ready.run_id, "tcp": ready.tcp, "zmq": ready.zmq, "http": ready.http}
@@ -50,7 +46,7 @@ def command(
         click.echo(f"ready {json.dumps(addresses)}")
 
     try:
-        launch(config, folder, node=node, ready_file=ready_file, on_ready=on_ready, lifeline=lifeline)
+        launch(config, node=node, ready_file=ready_file, on_ready=on_ready, lifeline=lifeline)
     finally:
         if sys.stderr.isatty():
             click.echo(f"{ERASE_LINE}{SHOW_CURSOR}", nl=False, err=True)  # of a process that was killed with its bar

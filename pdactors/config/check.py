@@ -136,6 +136,8 @@ def _exposure(cfg: ClusterConfig) -> Iterator[Problem]:
         "listen.zmq": (security.needs_token or security.curve, "security.token, security.token_file or security.curve"),
         "router.control": actors,
     }
+    if cfg.cluster.launcher == "ray":  # it gives the actors a secret of their own
+        actors = guards["router.control"] = True, ""
     for key, address in _parsed(cfg).items():
         is_guarded, needed = guards[key]
         if not (address.is_loopback or is_guarded):
@@ -213,7 +215,7 @@ def _reach(cfg: ClusterConfig) -> Iterator[Problem]:
     """Nodes on other machines find the router only at an address that leads there."""
     control = _parsed(cfg).get("router.control")
     homes = [node.host for node in cfg.node if node.name == cfg.router.node]
-    if control is None or not homes:
+    if control is None or not homes or cfg.cluster.launcher == "ray":  # which finds out by itself where it is
         return
     for index, node in enumerate(cfg.node):
         if is_loopback(node.host) or node.host == homes[0]:

@@ -26,6 +26,12 @@ class ClusterSection(Section, frozen=True):
     """What kind of cluster it is."""
 
     mode: Annotated[Mode, Meta(description="which actors run, and where KV goes")] = "disaggregated"
+    launcher: Annotated[
+        Literal["local", "ray"],
+        Meta(
+            description="who places nodes: local, on each machine its own `pdactors launch`; ray, Ray for all of them"
+        ),
+    ] = "local"
     drain_s: Annotated[
         float,
         Meta(ge=0.0, le=3600.0, description="how long running requests may go on after SIGTERM or Ctrl-C"),
@@ -137,9 +143,9 @@ class RouterSection(Section, frozen=True):
     """Where requests go, how many may wait, and when an actor counts as lost."""
 
     node: Annotated[str, Meta(description="the node that runs router and gateway")] = "n0"
-    control: Annotated[str, Meta(description="where actors join; a fixed port when other machines do")] = (
-        "tcp://127.0.0.1:0"
-    )
+    control: Annotated[
+        str, Meta(description="where actors join; a fixed port when other machines do (of Ray only the port counts)")
+    ] = "tcp://127.0.0.1:0"
     policy: Annotated[
         Literal["locality", "least_loaded", "round_robin"], Meta(description="how a request's actors are chosen")
     ] = "locality"
@@ -244,7 +250,10 @@ class NodeSection(Section, frozen=True):
     """One machine's part, or a part of one: each node has a KV arena of its own. Repeat the table for each."""
 
     name: Annotated[str, Meta(description="unique; letters, digits, - and _, a letter first")] = "n0"
-    host: Annotated[str, Meta(description="address of the machine; two nodes may share one")] = "127.0.0.1"
+    host: Annotated[
+        str,
+        Meta(description="address of the machine; two nodes may share one. With Ray loopback stands for any machine"),
+    ] = "127.0.0.1"
     rack: Annotated[str, Meta(description="nodes of one rack are near each other")] = "r0"
     prefill: Annotated[int, Meta(ge=0, le=256, description="prefill actors (disaggregated and kvstore mode)")] = 1
     decode: Annotated[int, Meta(ge=0, le=256, description="decode actors (disaggregated and kvstore mode)")] = 1

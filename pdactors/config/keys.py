@@ -16,6 +16,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from pdactors.config.cluster import SecuritySection
 from pdactors.config.home import keys_dir
 from pdactors.errors import ConfigError
 
@@ -41,6 +42,12 @@ class CurveKeys(Struct, frozen=True):
 def folder_of(key_dir: str) -> Path:
     """Return the folder that `security.key_dir` names."""
     return Path(key_dir).expanduser().absolute() if key_dir else keys_dir()
+
+
+def client_key(security: SecuritySection) -> str:
+    """Return the file of the key that clients on this machine use; "" where there is none, or it needs none."""
+    path = folder_of(security.key_dir) / f"{CLIENT}.key"
+    return str(path) if security.curve and path.exists() else ""
 
 
 def cluster_keys(folder: Path) -> CurveKeys:
