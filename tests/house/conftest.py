@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+from ray_machines import ray_machines
 
 from pdactors import AsyncClient, Client, Cluster, PDError
 from pdactors.bench import reference
@@ -284,10 +285,23 @@ def real(request: pytest.FixtureRequest, start: Start, real_model: object) -> It
 # ---- A cluster that grows and shrinks --------
 
 
-@pytest.fixture(scope="session", params=["disaggregated", pytest.param("kvstore", marks=pytest.mark.slow)])
+machines = pytest.fixture(ray_machines, scope="session", name="ray_machines")
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        "disaggregated",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("kvstore", "disaggregated ray")),
+    ],
+)
 def growing(request: pytest.FixtureRequest, start: Start) -> Iterator[Cluster]:
     """One prefill and one decode of the tiny model to begin with, and at the end of each test."""
-    with start(**{"cluster.mode": request.param, "engine.chunk_tokens": 128}) as cluster:
+    mode, _, launcher = request.param.partition(" ")
+    if launcher:
+        request.getfixturevalue("ray_machines")
+    keys = {"cluster.mode": mode, "cluster.launcher": launcher or "local", "engine.chunk_tokens": 128}
+    with start(**keys) as cluster:
         yield cluster
 
 

@@ -1,11 +1,11 @@
-"""A Ray cluster of three machines in two racks: loopback addresses of this one."""
+"""Machines of a Ray cluster, which are loopback addresses of this one."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 
 ROLES = {"prefill": 2, "decode": 2, "worker": 2}
@@ -17,8 +17,8 @@ QUICK = {  # how soon Ray takes a machine for lost; it has 15 seconds by default
 }
 
 
-class RayCluster:
-    """Ray's own stand-in for a cluster; the first machine has its head, and a place for our router."""
+class RayMachines:
+    """Ray's own stand-in for a cluster; the first machine has its head."""
 
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
@@ -42,6 +42,15 @@ class RayCluster:
         self.address = self._cluster.address
         return machine
 
+    def of_process(self, pid: int) -> Any:
+        """Return the machine that a process runs on."""
+        parents = {parent.pid for parent in psutil.Process(pid).parents()}
+        for machine in self._cluster.list_all_nodes():
+            (raylet,) = machine.all_processes["raylet"]
+            if raylet.process.pid in parents:
+                return machine
+        raise LookupError(f"process {pid} belongs to no machine")
+
     def kill(self, machine: Any) -> None:
         """Kill all that Ray runs on a machine; its workers notice and die."""
         self._cluster.remove_node(machine, allow_graceful=False)
@@ -50,15 +59,14 @@ class RayCluster:
         self._cluster.shutdown()
 
 
-@pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[RayCluster]:
+def ray_machines() -> Iterator[RayMachines]:
+    """Three machines in two racks, which launches find by RAY_ADDRESS."""
     pytest.importorskip("ray", reason="the Ray launcher needs ray: pip install 'pdactors[ray]'")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        cluster = RayCluster()
-        cluster.add("r0", router=1)
-        cluster.add("r0")
-        cluster.add("r1")
-        patch.setenv("RAY_ADDRESS", cluster.address)
-        yield cluster
-        cluster.close()
+        machines = RayMachines()
+        for rack, resources in (("r0", {"router": 4}), ("r0", {}), ("r1", {})):
+            machines.add(rack, **resources)
+        patch.setenv("RAY_ADDRESS", machines.address)
+        yield machines
+        machines.close()

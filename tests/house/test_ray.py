@@ -1,0 +1,163 @@
+"""A cluster whose nodes Ray places: engines and machines die, the rest serves on, and what is lost comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from netns import PDACTORS
+from ray_machines import RayMachines
+
+from pdactors import AsyncClient, Client, ConnectionLost, launch
+
+pytestmark = pytest.mark.slow
+
+MakeIds = Callable[[object, int], list[int]]
+Settings = Callable[..., list[str]]
+SERVED_S = 15.0
+BACK_S = 90.0  # a busy machine takes long to import what engines need
+QUICK = {"router.heartbeat_ms": 200, "router.dead_after_ms": 1500}
+
+
+def cluster_file(folder: Path, *racks: str) -> Path:
+    """Write a file with a node n0, n1, ... of one worker in each of these racks."""
+    file = folder / "cluster.toml"
+    nodes = "".join(f'[[node]]\nname = "n{i}"\nrack = "{rack}"\nworkers = 1\n' for i, rack in enumerate(racks))
+    file.write_text(f'[cluster]\nlauncher = "ray"\n{nodes}')
+    return file
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, home: Path, ray_machines: RayMachines, tiny_settings: Settings) -> list[str]:
+    return tiny_settings(**{"cluster.mode": "chunked", **QUICK})
+
+
+def run(*arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*PDACTORS, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def workers(client: Client) -> dict[str, dict[str, Any]]:
+    """Return the engines that are ready, by name."""
+    found = client.status()["actors"]
+    return {actor["name"]: actor for actor in found if actor["role"] == "worker" and actor["state"] == "ready"}
+
+
+def is_back(client: Client, name: str, former: int) -> bool:
+    try:
+        return bool(workers(client).get(name, {"incarnation": 0})["incarnation"] > former)
+    except ConnectionLost:
+        return False
+
+
+async def ask_while(address: str, until: Any, make_ids: MakeIds, deed: Callable[[], None]) -> None:
+    """Do something while long answers come; hold that they, and new ones at once, are what they are alone."""
+    asked = [
+        {"prompt_token_ids": make_ids(("ray", i), 30 + 9 * i), "max_tokens": 400, "ignore_eos": True} for i in range(9)
+    ]
+    async with AsyncClient(address) as client:
+        alone = [(await client.generate(**fields)).token_ids for fields in asked]
+        working = asyncio.gather(*(client.generate(**fields) for fields in asked))
+        await until(client, lambda status: status["requests"] == len(asked))
+        await asyncio.to_thread(deed)
+        async with asyncio.timeout(SERVED_S):
+            assert (await client.generate("the cat", max_tokens=3, ignore_eos=True)).finish_reason == "length"
+        assert [answer.token_ids for answer in await working] == alone
+
+
+def test_an_engine_and_a_whole_machine_die_and_come_back_while_the_rest_serves(
+    arguments: list[str], tmp_path: Path, ray_machines: RayMachines, make_ids: MakeIds, wait: Any, until: Any
+) -> None:
+    with launch(cluster_file(tmp_path, "r0", "r0", "r1"), sets=arguments[1::2], quiet=False) as cluster:
+        with Client(cluster.zmq) as client:
+            first = workers(client)
+            assert {name: engine["rack"] for name, engine in first.items()} == {
+                "n0/worker-0": "r0",
+                "n1/worker-0": "r0",
+                "n2/worker-0": "r1",
+            }
+            at = {node: ray_machines.of_process(first[f"{node}/worker-0"]["pid"]) for node in ("n0", "n1", "n2")}
+            assert len(set(at.values())) == 3, "they are not on a machine each"
+
+            asyncio.run(
+                ask_while(cluster.zmq, until, make_ids, lambda: os.kill(first["n2/worker-0"]["pid"], signal.SIGKILL))
+            )
+            wait(lambda: is_back(client, "n2/worker-0", first["n2/worker-0"]["incarnation"]), BACK_S, "not back")
+
+            lost = [psutil.Process(actor["pid"]) for actor in client.status()["actors"] if actor["node"] == "n1"]
+            asyncio.run(ask_while(cluster.zmq, until, make_ids, lambda: ray_machines.kill(at["n1"])))
+            assert not psutil.wait_procs(lost, 5.0)[1], "actors outlive their machine"
+            wait(lambda: is_back(client, "n1/worker-0", first["n1/worker-0"]["incarnation"]), BACK_S, "not back")
+            second = workers(client)
+            assert second["n0/worker-0"]["incarnation"] == first["n0/worker-0"]["incarnation"]
+            assert ray_machines.of_process(second["n1/worker-0"]["pid"]) == at["n0"], "rack r0 has no other machine"
+            asyncio.run(ask_while(cluster.zmq, until, make_ids, lambda: None))
+            assert not any(client.leaks().values())
+        assert run("leaks").returncode == 0
+        assert json.loads(run("status", "--json").stdout)["run_id"] == cluster.ready.run_id
+    assert run("leaks").returncode == 0
+    ray_machines.add("r0")
+
+
+def test_the_routers_machine_dies_and_the_run_goes_on_at_another(
+    arguments: list[str], tmp_path: Path, ray_machines: RayMachines, wait: Any
+) -> None:
+    ray_machines.add("r2", router=1)
+    ray_machines.add("r2", router=1)
+    with (
+        launch(cluster_file(tmp_path, "r2", "r1"), sets=arguments[1::2], quiet=False) as cluster,
+        Client(cluster.zmq) as client,
+    ):
+        first = workers(client)
+        gateway = next(actor.pid for actor in cluster.ready.actors if actor.role == "gateway")
+        ray_machines.kill(ray_machines.of_process(gateway))
+        for name, engine in first.items():
+            wait(
+                lambda name=name, engine=engine: is_back(client, name, engine["incarnation"]), BACK_S, f"{name} is gone"
+            )
+        assert client.status()["run_id"] == cluster.ready.run_id
+        assert client.generate("the cat", max_tokens=3, ignore_eos=True).finish_reason == "length"
+        assert not any(client.leaks().values())
+
+
+@pytest.mark.parametrize(
+    ("racks", "sets", "reason"),
+    [
+        (["r9"], [], 'node "n0" asks for CPU 1, rack:r9, router 1, worker 1, and no machine has that much of rack:r9'),
+        (["r0"], ["node.0.workers=99"], "no machine has that much of CPU, worker"),
+        (["r0"], ["node.0.host=192.0.2.7"], "no machine has that much of node:192.0.2.7"),
+        (["r0"] * 5, [], 'Ray did not place the cluster within 20 s: node "n0" asks for CPU 1, rack:r0, router 1'),
+    ],
+)
+def test_a_placement_that_nobody_can_satisfy_is_refused(
+    arguments: list[str], tmp_path: Path, racks: list[str], sets: list[str], reason: str
+) -> None:
+    more = [part for value in sets for part in ("--set", value)]
+    refused = run("launch", *arguments, *more, str(cluster_file(tmp_path, *racks)))
+    assert refused.returncode == 1
+    assert reason in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_no_ray_cluster_is_an_error_that_says_what_to_do(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    assert (
+        'RAY_ADDRESS = "127.0.0.1:9": no Ray cluster answers there'
+        in run("launch", "--set", "cluster.launcher=ray").stderr
+    )
+
+
+def test_verify_finds_no_difference(tmp_path: Path, arguments: list[str]) -> None:
+    file = cluster_file(tmp_path, "r0", "r0", "r1")
+    result = run("verify", "--json", "--prompts", "6", "--max-tokens", "8", *arguments, str(file), timeout_s=300.0)
+    (mode,) = json.loads(result.stdout)["modes"].values()
+    assert (mode["equal"], mode["diverged"], mode["error"]) == (6, [], None), result.stderr
