@@ -93,7 +93,7 @@ def test_the_documented_file_names_every_key_but_the_optional_ones() -> None:
     left_out = {f"{name}.{key}" for name, fields in SECTIONS.items() for key in fields.keys() - tables[name].keys()}
     assert left_out == {
         "cluster.drain_s",
-            "cluster.launcher",
+        "cluster.launcher",
         "kv.damage_every",
         "kv.overlap",
         "router.record",

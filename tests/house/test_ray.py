@@ -156,8 +156,12 @@ def test_no_ray_cluster_is_an_error_that_says_what_to_do(
     )
 
 
-def test_verify_finds_no_difference(tmp_path: Path, arguments: list[str]) -> None:
-    file = cluster_file(tmp_path, "r0", "r0", "r1")
-    result = run("verify", "--json", "--prompts", "6", "--max-tokens", "8", *arguments, str(file), timeout_s=300.0)
-    (mode,) = json.loads(result.stdout)["modes"].values()
-    assert (mode["equal"], mode["diverged"], mode["error"]) == (6, [], None), result.stderr
+def test_verify_finds_no_difference_where_kv_moves_between_machines(arguments: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("ucxx", reason="transfers need ucxx: pip install 'pdactors[ucx]'")
+    settings = [value for value in arguments[1::2] if not value.startswith(("model.dtype", "cluster.mode"))]
+    settings += ["node.0.decode=0", "node.1.prefill=0", *(f"node.{i}.ucx_device=lo" for i in range(3))]
+    sets = [part for value in settings for part in ("--set", value)]
+    asked = ["--json", "--modes", "disaggregated", "--prompts", "12", "--max-tokens", "16"]
+    result = run("verify", *asked, *sets, str(cluster_file(tmp_path, "r0", "r0", "r1")), timeout_s=300.0)
+    found = json.loads(result.stdout)["modes"]["disaggregated"]
+    assert (found["equal"] + found["tied"], found["diverged"], found["error"]) == (12, [], None), result.stderr
