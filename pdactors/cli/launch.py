@@ -29,6 +29,8 @@ def command(
 ) -> None:
     """Start this machine's share of the cluster in FILE (defaults without one) and stay until it ends.
 
+    With cluster.launcher = "ray" that is all of it, on the machines of a Ray cluster.
+
     Prints one `ready` line with the addresses. Ctrl-C or SIGTERM drains and leaves nothing behind.
     """
     from pdactors.actors.discovery import Ready

@@ -46,8 +46,10 @@ def folder_of(key_dir: str) -> Path:
 
 def client_key(security: SecuritySection) -> str:
     """Return the file of the key that clients on this machine use; "" where there is none, or it needs none."""
+    if not security.curve:
+        return ""
     path = folder_of(security.key_dir) / f"{CLIENT}.key"
-    return str(path) if security.curve and path.exists() else ""
+    return str(path) if path.exists() else ""
 
 
 def cluster_keys(folder: Path) -> CurveKeys:

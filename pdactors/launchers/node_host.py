@@ -73,15 +73,18 @@ class NodeHost:
     async def start(self, plan: bytes) -> bytes:
         """Start the node of a `Plan`; return its `Ready` once it is, or nothing when it has ended before."""
         loop = asyncio.get_running_loop()
-        ready: asyncio.Future[Ready] = loop.create_future()
-        wanted = msgspec.json.decode(plan, type=Plan)
+        started: asyncio.Future[bytes] = loop.create_future()
 
-        def tell(found: Ready) -> None:
-            loop.call_soon_threadsafe(ready.set_result, found)
+        def tell(data: bytes) -> None:
+            if not started.done():
+                started.set_result(data)
 
-        self._running = asyncio.create_task(self._run(wanted, tell))
-        await asyncio.wait([self._running, asyncio.ensure_future(ready)], return_when=asyncio.FIRST_COMPLETED)
-        return msgspec.json.encode(ready.result()) if ready.done() else b""
+        def on_ready(ready: Ready) -> None:  # in the launch's thread
+            loop.call_soon_threadsafe(tell, msgspec.json.encode(ready))
+
+        self._running = asyncio.create_task(self._run(msgspec.json.decode(plan, type=Plan), on_ready))
+        self._running.add_done_callback(lambda _: tell(b""))
+        return await started
 
     async def ended(self) -> bytes:
         """Return the `Ending` of what was started, when it is over."""

@@ -20,6 +20,7 @@ import msgspec
 from pdactors.actors import blueprint
 from pdactors.actors.discovery import Ready
 from pdactors.actors.launch import told_to_stop
+from pdactors.actors.remains import sweep
 from pdactors.config.cluster import ClusterConfig
 from pdactors.errors import ConfigError, ConnectionLost
 from pdactors.launchers.node_host import NodeHost
@@ -50,6 +51,7 @@ def launch(
         raise ConfigError('cluster.launcher = "ray" places all nodes of the file, so --node is not for it')
     blueprint.check_available(config)
     config = _true_everywhere(config)
+    sweep()
     with _connected() as ray:
         asyncio.run(_live(Placed(config, RayHosts(ray, config), ready_file, on_ready), lifeline))
 
@@ -84,7 +86,8 @@ class RayHosts:
                 await self._group.ready()
         except TimeoutError:
             asked = "; ".join(f'node "{name}" asks for {siting.shown(wanted)}' for name, wanted in self._asked.items())
-            free = siting.shown(self._ray.available_resources())
+            names = {name for wanted in self._asked.values() for name in wanted}
+            free = siting.shown({k: v for k, v in self._ray.available_resources().items() if k in names})
             raise ConfigError(
                 f"Ray did not place the cluster within {PLACE_S:.0f} s: {asked}; free are {free}"
             ) from None
@@ -104,7 +107,8 @@ class RayHosts:
         except self._ray.exceptions.RayError as error:
             if isinstance(error, self._ray.exceptions.ActorDiedError):  # which Ray does not start again
                 self._actors[node] = self._start(node)
-            raise ConnectionLost(f"its host is lost: {str(error).splitlines()[0]}") from error
+            lines = str(error).strip().splitlines()
+            raise ConnectionLost(f"its host is lost: {' ... '.join(dict.fromkeys([lines[0], lines[-1]]))}") from error
 
     def close(self) -> None:
         """End the hosts, and what is left of their nodes with them; give the resources back."""
@@ -117,8 +121,7 @@ class RayHosts:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundle = PlacementGroupSchedulingStrategy(self._group, list(self._asked).index(name))
-        options = {"name": f"node {name}", "scheduling_strategy": bundle}
-        return self._actor_class.options(**options).remote(os.environ.get("PDACTORS_HOME", ""))
+        return self._actor_class.options(scheduling_strategy=bundle).remote(os.environ.get("PDACTORS_HOME", ""))
 
 
 class RayNodeHost(NodeHost):

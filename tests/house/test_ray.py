@@ -72,34 +72,37 @@ async def ask_while(address: str, until: Any, make_ids: MakeIds, deed: Callable[
         assert [answer.token_ids for answer in await working] == alone
 
 
-def test_an_engine_and_a_whole_machine_die_and_come_back_while_the_rest_serves(
+def test_an_engine_a_host_and_a_whole_machine_die_and_come_back_while_the_rest_serves(
     arguments: list[str], tmp_path: Path, ray_machines: RayMachines, make_ids: MakeIds, wait: Any, until: Any
 ) -> None:
-    with launch(cluster_file(tmp_path, "r0", "r0", "r1"), sets=arguments[1::2], quiet=False) as cluster:
-        with Client(cluster.zmq) as client:
-            first = workers(client)
-            assert {name: engine["rack"] for name, engine in first.items()} == {
-                "n0/worker-0": "r0",
-                "n1/worker-0": "r0",
-                "n2/worker-0": "r1",
+    with (
+        launch(cluster_file(tmp_path, "r0", "r0", "r1"), sets=arguments[1::2], quiet=False) as cluster,
+        Client(cluster.zmq) as client,
+    ):
+
+        def lose(node: str, deed: Callable[[int], None]) -> None:
+            """Do something to a node's engine, or to what has its process, and wait until a successor is ready."""
+            engines = workers(client)
+            former = engines.pop(f"{node}/worker-0")
+            asyncio.run(ask_while(cluster.zmq, until, make_ids, lambda: deed(former["pid"])))
+            wait(lambda: is_back(client, former["name"], former["incarnation"]), BACK_S, "not back")
+            now = workers(client)
+            assert {name: now[name]["incarnation"] for name in engines} == {
+                name: engine["incarnation"] for name, engine in engines.items()
             }
-            at = {node: ray_machines.of_process(first[f"{node}/worker-0"]["pid"]) for node in ("n0", "n1", "n2")}
-            assert len(set(at.values())) == 3, "they are not on a machine each"
-
-            asyncio.run(
-                ask_while(cluster.zmq, until, make_ids, lambda: os.kill(first["n2/worker-0"]["pid"], signal.SIGKILL))
-            )
-            wait(lambda: is_back(client, "n2/worker-0", first["n2/worker-0"]["incarnation"]), BACK_S, "not back")
-
-            lost = [psutil.Process(actor["pid"]) for actor in client.status()["actors"] if actor["node"] == "n1"]
-            asyncio.run(ask_while(cluster.zmq, until, make_ids, lambda: ray_machines.kill(at["n1"])))
-            assert not psutil.wait_procs(lost, 5.0)[1], "actors outlive their machine"
-            wait(lambda: is_back(client, "n1/worker-0", first["n1/worker-0"]["incarnation"]), BACK_S, "not back")
-            second = workers(client)
-            assert second["n0/worker-0"]["incarnation"] == first["n0/worker-0"]["incarnation"]
-            assert ray_machines.of_process(second["n1/worker-0"]["pid"]) == at["n0"], "rack r0 has no other machine"
-            asyncio.run(ask_while(cluster.zmq, until, make_ids, lambda: None))
             assert not any(client.leaks().values())
+
+        first = workers(client)
+        at = {name: ray_machines.of_process(engine["pid"]) for name, engine in first.items()}
+        assert [first[name]["rack"] for name in sorted(first)] == ["r0", "r0", "r1"]
+        assert len(set(at.values())) == 3, "they are not on a machine each"
+        lose("n2", lambda pid: os.kill(pid, signal.SIGKILL))
+        lose("n2", lambda pid: psutil.Process(pid).parent().kill())  # type: ignore[union-attr]
+        lost = [psutil.Process(actor["pid"]) for actor in client.status()["actors"] if actor["node"] == "n1"]
+        lose("n1", lambda _pid: ray_machines.kill(at["n1/worker-0"]))
+        assert not psutil.wait_procs(lost, 5.0)[1], "actors outlive their machine"
+        moved = ray_machines.of_process(workers(client)["n1/worker-0"]["pid"])
+        assert moved == at["n0/worker-0"], "rack r0 has no other machine"
         assert run("leaks").returncode == 0
         assert json.loads(run("status", "--json").stdout)["run_id"] == cluster.ready.run_id
     assert run("leaks").returncode == 0
