@@ -13,7 +13,7 @@ from pdactors.config.cluster import ClusterConfig
 class Launcher(Protocol):
     """Runs a cluster, from its start to its end.
 
-    * Nodes that cannot be had, or cannot start, are an error within a bounded time; nothing is left of the others.
+    * A node that cannot be had, or cannot start, is an error, and nothing is left of the others. Nobody waits for room.
     * `on_ready` is called once, when every node that it starts is ready; the ready file is there from then to the end.
     * An actor that dies afterwards comes back, and so does a node that somebody else than its machine can start again.
     * SIGTERM, Ctrl-C, and the end of `lifeline`, a descriptor, drain the cluster; then it returns, and nothing is left.
@@ -36,7 +36,7 @@ class Launcher(Protocol):
 
 
 def launcher_of(config: ClusterConfig) -> Launcher:
-    """Return the launcher that `cluster.launcher` names; raises ConfigError if its library is missing."""
+    """Return the launcher that `cluster.launcher` names."""
     if config.cluster.launcher == "ray":
         from pdactors.launchers.ray import launch
 

@@ -86,11 +86,11 @@ class Placed:
     async def _serve(self) -> None:
         await self._hosts.place()
         self._keeping = {name: asyncio.create_task(self._keep(name)) for name in self._names}
-        announcing = asyncio.create_task(self._announce())
+        tasks = [asyncio.create_task(self._announce()), *self._keeping.values()]
         try:
-            await asyncio.gather(*self._keeping.values())
+            await asyncio.gather(*tasks)
         finally:
-            await _cancel([*self._keeping.values(), announcing])
+            await _cancel(tasks)
 
     # ---- One node --------
 
@@ -102,12 +102,13 @@ class Placed:
                 await self._find(name)
                 await self._all_found.wait()
                 await self._run(name)
-                pause_s = FIRST_PAUSE_S
             except PDError as error:
                 if not self._all_ready.is_set():
                     raise
-                if self._readies.pop(name, None):
-                    self._log.error("node lost", node=name, code=error.code, reason=error.message)
+                ran = self._readies.pop(name, None)
+                pause_s = FIRST_PAUSE_S if ran else pause_s
+                event = "node lost" if ran else "node not started again"
+                self._log.error(event, node=name, code=error.code, reason=error.message)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
 

@@ -162,7 +162,7 @@ def _connected() -> Iterator[Any]:
 def _probe(address: str) -> None:
     """Refuse an address of a Ray cluster where nobody answers, which Ray itself would try for minutes."""
     host, colon, port = address.rpartition(":")
-    if address in ("", "auto", "local"):
+    if address in ("", "auto"):
         return
     if "://" in address or not (colon and port.isdecimal()):
         raise ConfigError(
