@@ -42,6 +42,11 @@ class Launched:
 Launch = Callable[..., Launched]
 
 
+def slowly(value: object) -> Any:
+    """Return a parameter whose test is one of the slow set."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 @pytest.fixture
 def run_launch(home: Path, tiny_settings: Callable[..., list[str]], wait: Any) -> Iterator[Launch]:
     """Run `pdactors launch` on the tiny model; whatever still runs at the end is killed."""
@@ -96,7 +101,7 @@ def is_listening(address: str) -> bool:
 # ---- Ends --------
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *map(slowly, [signal.SIGINT, signal.SIGKILL])])
 def test_a_signal_to_the_supervisor_ends_everything_within_a_second(
     run_launch: Launch, home: Path, wait: Any, dial: Any, number: signal.Signals
 ) -> None:
@@ -220,7 +225,7 @@ def is_back(client: Client, role: str, incarnation: int) -> bool:
     return bool(actor["incarnation"] > incarnation and actor["state"] == "ready")
 
 
-@pytest.mark.parametrize("role", ["gateway", "router", "migrator", "prefill", "decode"])
+@pytest.mark.parametrize("role", [*map(slowly, ["gateway", "router", "migrator", "prefill"]), "decode"])
 def test_an_actor_that_is_killed_comes_back_under_a_new_incarnation(
     quick: Cluster, survivor: Client, wait: Any, role: str
 ) -> None:
@@ -418,6 +423,7 @@ def test_a_mistake_in_the_file_is_named_with_its_line(home: Path, tmp_path: Path
     assert b"kv.block_tokens" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_ends_the_start_with_the_reason(
     home: Path, tiny_model: Path, tiny_settings: Callable[..., list[str]], tmp_path: Path
 ) -> None:

@@ -98,6 +98,7 @@ def run(model, *more):
     return CliRunner().invoke(main, ["bench", "kv", "--only", "lease", "--rounds", "2", *arguments, *more])
 
 
+@pytest.mark.slow
 def test_the_command_measures_a_cluster_of_its_own(tiny_model, home):
     result = run(tiny_model, "--json")
     assert result.exit_code == 0, result.output

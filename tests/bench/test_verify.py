@@ -138,6 +138,7 @@ def other_weights(model, folder):
     return folder
 
 
+@pytest.mark.slow
 def test_a_right_cluster_is_equal_to_transformers_and_prints_only_json(tiny_model, home):
     command = [sys.executable, "-m", "pdactors.cli.main", *arguments(tiny_model, "--json")]
     done = subprocess.run(command, capture_output=True, timeout=200)
@@ -150,6 +151,7 @@ def test_a_right_cluster_is_equal_to_transformers_and_prints_only_json(tiny_mode
     assert b"Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_cluster_with_other_weights_than_the_reference_is_found_out(tiny_model, cluster, tmp_path, monkeypatch):
     wrong, right = other_weights(tiny_model, tmp_path / "other"), verification.Job
 
