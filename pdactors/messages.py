@@ -579,7 +579,8 @@ class Surveyed(Message, frozen=True):
 
 
 class WantExtents(Message, frozen=True):
-    count: int
+    count: int  # missed: others are asked for them
+    idle: int = 0  # for a cache, of what nobody has
 
 
 class Extents(Message, frozen=True):
@@ -720,8 +721,7 @@ Control: TypeAlias = (
     Hello | Welcome | Refusal | Stranger
     | Heartbeat | Generate | Resume | Cancel | Prefilled | Adopted | Finished | Failed
     | CacheChanged | Pinned | Exited | Drain | Fence | Inspect | Inspected
-    | Prefill | Decode | Pin | CopyOut | Release
-    | Tokens | Rejected | Fleet | Surveyed
+    | Prefill | Decode | Pin | CopyOut | Release | Tokens | Rejected | Fleet | Surveyed
     | Migrate | Announce | Migrated | Stranded | DataPort | Offer | Taken | Ask | Grant | Stored | Abandon | Alive
     | WantExtents | Extents | RecallExtents | ReturnExtents | Publish | Retired
     | DrainActor | Scale | StartEngines | EnginesStarted | Retire | Answered

@@ -230,7 +230,8 @@ class EngineActor(Actor):
             engine_accounts.note_admission(self.trail, sequence, self.clock())
             if sequence.num_admitted == 1:
                 self.admitted(sequence)
-        self.extents.mind(self.blocks_lacking(), self.engine.num_unreserved, self.clock())
+        lacking, caches = self.blocks_lacking(), self.engine.limits.caches
+        self.extents.mind(lacking, self.engine.num_unreserved, self.clock(), caches=caches)
         tell_cache(self, self.pool)
 
     async def _fill_batch(self) -> None:

@@ -12,6 +12,7 @@ from pdactors.messages import ReturnExtents, WantExtents
 from pdactors.policy import extents
 
 REPEAT_S = 0.1  # a wish that was not granted is repeated
+IDLE_S = 0.02  # between two wishes for idle memory
 STEP_BLOCKS = 32  # that are asked for at once at least, where extents are smaller
 
 
@@ -63,13 +64,19 @@ class ExtentKeeper:
         if lost := set(self._arena.extents_of(self._slot)) - known:
             self._ask(ReturnExtents(tuple(sorted(lost))))
 
-    def mind(self, lacking: int, spare: int, now: float) -> None:
-        """Ask for memory when `lacking` blocks are missed, or fewer than half a step is spare."""
+    def mind(self, lacking: int, spare: int, now: float, *, caches: bool = False) -> None:
+        """Ask for memory when `lacking` blocks are missed, or fewer than half a step is spare.
+
+        An owner that `caches` also asks for what lies idle before it evicts.
+        """
         missed = max(lacking, self._step if spare < self._step / 2 else 0)
         wanted = -(-missed // self._arena.extent_blocks)
         if wanted and (wanted != self._num_wanted or now - self._asked_s > REPEAT_S):
             self._num_wanted, self._asked_s = wanted, now
             self._ask(WantExtents(wanted))
+        elif caches and not wanted and self._pool.num_free < self._step / 2 and now - self._asked_s > IDLE_S:
+            self._asked_s = now
+            self._ask(WantExtents(0, -(-self._step // self._arena.extent_blocks)))
 
     async def first(self, clock: Callable[[], float]) -> None:
         """Wait until there is an extent at all."""

@@ -6,6 +6,7 @@ It is not on the lease path: engines lend to each other through the arena withou
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 import msgspec
 
@@ -164,8 +165,12 @@ class Migrator(Actor):
     def _on_want(self, sender: Member, message: WantExtents) -> None:
         if self._names.get(sender.slot) != sender.name:
             return self.drop("engine without a slot", sender=sender.name)
-        self._demand[sender.slot] = min(message.count, self.arena.num_extents)
-        return self._serve()
+        if message.count:
+            self._demand[sender.slot] = min(message.count, self.arena.num_extents)
+        self._serve()
+        if message.idle:
+            self._give(sender.slot, message.idle, self._owned(), self.arena.free_extents())
+        return None
 
     def _on_return(self, sender: Member, message: ReturnExtents) -> None:
         for extent in message.extents:
@@ -195,13 +200,8 @@ class Migrator(Actor):
             short = extents.shortage(wanted, slot, owned, len(free), self._minimum)
             if short and self.holdings is not None and slot != self.spec.slot and self.holdings.evict(short):
                 owned, free = self._owned(), self.arena.free_extents()
-            count = extents.grant(wanted, slot, owned, len(free), self._minimum)
-            granted, free = free[:count], free[count:]
-            for extent in granted:
-                self.arena.set_extent_owner(extent, slot)
+            count = self._give(slot, wanted, owned, free)
             owned[slot] += count
-            if granted:
-                self.tell(self._names[slot], Extents(tuple(granted)))
             self._demand[slot] = wanted - count
             if not self._demand[slot]:
                 del self._demand[slot]
@@ -210,6 +210,16 @@ class Migrator(Actor):
             for other, spare in extents.recall(self._demand[slot], slot, others, self._minimum).items():
                 if other in self._names:
                     self.tell(self._names[other], RecallExtents(spare))
+
+    def _give(self, slot: int, wanted: int, owned: Mapping[int, int], free: list[int]) -> int:
+        """Give an engine what it may have of the `free` extents, which leave the list; return how many."""
+        count = extents.grant(wanted, slot, owned, len(free), self._minimum)
+        granted, free[:] = free[:count], free[count:]
+        for extent in granted:
+            self.arena.set_extent_owner(extent, slot)
+        if granted:
+            self.tell(self._names[slot], Extents(tuple(granted)))
+        return count
 
     def claim(self, count: int) -> None:
         """Let the store have up to `count` free extents that nobody is sure of."""

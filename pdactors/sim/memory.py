@@ -63,13 +63,16 @@ class NodeMemory:
         self.mind(owner, 1)
 
     def mind(self, owner: Owner, lacking: int) -> bool:
-        """Get an owner the blocks that it lacks, and half an extent to spare; say whether it got any."""
+        """Get an owner the blocks that it lacks, and half an extent to spare; say whether it got any.
+
+        What lies idle is taken before anything is evicted.
+        """
         wanted = -(-lacking // self.extent_blocks)
         if not wanted and owner.num_unreserved() < self.spare_blocks:
             wanted = 1
-        if not wanted:
-            return False
         me = next(number for number, other in self._owners.items() if other is owner)
+        if not wanted:
+            return owner.pool.num_free < self.spare_blocks and self._grant(me, 1) > 0
         granted = self._grant(me, wanted)
         if granted < wanted:
             for other, count in extents.recall(wanted - granted, me, self._owned(), self._minimum).items():

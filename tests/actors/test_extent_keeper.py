@@ -20,9 +20,14 @@ def arena():
 
 
 @pytest.fixture
-def keeper(arena):
+def pool():
+    return BlockPool()
+
+
+@pytest.fixture
+def keeper(arena, pool):
     asked = []
-    made = ExtentKeeper(arena, BlockPool(), 0, 2, 8, asked.append)
+    made = ExtentKeeper(arena, pool, 0, 2, 8, asked.append)
     made.asked = asked
     return made
 
@@ -58,3 +63,17 @@ def test_small_extents_are_asked_for_in_steps(arena, keeper):
     assert keeper.asked == [WantExtents(2), WantExtents(7)]
     keeper.mind(0, 1, 3.0)
     assert len(keeper.asked) == 2
+
+
+def test_a_cache_asks_for_idle_memory_before_it_evicts(arena, keeper, pool):
+    keeper.mind(0, 64, 1.0, caches=False)
+    assert keeper.asked == []
+    keeper.mind(0, 64, 1.0, caches=True)
+    keeper.mind(0, 64, 1.001, caches=True)
+    assert keeper.asked == [WantExtents(0, 2)]
+    pool.add_extent(arena.blocks_of_extent(0))
+    keeper.mind(0, 64, 2.0, caches=True)
+    assert keeper.asked == [WantExtents(0, 2)]
+    pool.allocate(pool.num_free)
+    keeper.mind(3, 0, 3.0, caches=True)  # what is missed is more than a wish
+    assert keeper.asked[1:] == [WantExtents(3)]

@@ -160,6 +160,20 @@ async def test_what_is_missing_is_asked_back_from_whoever_can_spare_it_and_hande
         assert recalled(a) == []
 
 
+async def test_a_wish_for_idle_memory_takes_nothing_from_anybody_and_is_forgotten(node_of):
+    async with node_of() as node:
+        a, b = await node.join(0), await node.join(1, "decode")
+        await node.say(a, WantExtents(0, idle=2))
+        assert len(granted(a)) == 2
+        await node.say(a, WantExtents(0, idle=99))
+        assert len(granted(a)) == NUM_EXTENTS - MINIMUM - 2
+        await node.want(b, MINIMUM)
+        await node.say(b, WantExtents(0, idle=1))
+        await node.say(a, ReturnExtents((node.owned[0][0],)))
+        assert recalled(a) == granted(b) == []
+        assert node.counts[:2] == [NUM_EXTENTS - MINIMUM - 1, MINIMUM]
+
+
 async def test_what_comes_back_is_shared_out_among_all_who_wait(node_of):
     async with node_of(num_engines=3) as node:
         a, b, c = [await node.join(slot) for slot in range(3)]
