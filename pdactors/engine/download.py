@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -139,11 +140,10 @@ def _pip_download(requirement: str, scratch: Path, size_bytes: int, progress: Pr
 
 def _size_below(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size
-        except FileNotFoundError:  # pip moved it
-            continue
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # pip moved it, and folders too, which `walk` passes over
+                total += Path(place, name).stat().st_size
     return total
 
 

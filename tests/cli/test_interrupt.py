@@ -24,6 +24,7 @@ class Interrupt:
         if name == {when!r}:
             os.kill(os.getpid(), signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 sys.meta_path.insert(0, Interrupt())
 sys.argv = ["pdactors", "leaks", "--help"]
 from {module} import {function}
@@ -47,7 +48,11 @@ def test_ctrl_c_ends_a_command_with_its_status(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setitem(sys.modules, "waits", SimpleNamespace(command=command))
     monkeypatch.setitem(command_line.COMMANDS, "wait", ("waits", ""))
-    ended = CliRunner().invoke(command_line.main, ["wait"])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        ended = CliRunner().invoke(command_line.main, ["wait"])
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (ended.exit_code, ended.output) == (interrupt.STATUS, "\n")
 
 

@@ -55,7 +55,7 @@ from pdactors.messages import (
     decode,
     encode,
 )
-from pdactors.transport import Channel, transport_for
+from pdactors.transport import Channel, Transport, actors_transport, transport_for
 
 ALWAYS: dict[str, Any] = {"max_tokens": 1500, "ignore_eos": True}  # an answer that takes seconds
 
@@ -367,8 +367,10 @@ class Stranger_:
 
 
 @asynccontextmanager
-async def stranger(address: str, identity: bytes = b"") -> AsyncIterator[Stranger_]:
-    transport = transport_for(address)
+async def stranger(
+    address: str, identity: bytes = b"", make: Callable[[str], Transport] = transport_for
+) -> AsyncIterator[Stranger_]:
+    transport = make(address)
     inbox: asyncio.Queue[list[bytes]] = asyncio.Queue()
     channel = transport.connect(
         address, identity or secrets.token_bytes(8), lambda _peer, frames: inbox.put_nowait(frames)
@@ -469,7 +471,7 @@ def control(cluster: Cluster) -> str:
 
 
 async def test_strangers_at_the_router_are_told_so_and_change_nothing(cluster: Cluster, control: str) -> None:
-    async with stranger(control) as peer, AsyncClient(cluster.zmq) as client:
+    async with stranger(control, make=actors_transport) as peer, AsyncClient(cluster.zmq) as client:
         for frame in GARBAGE:
             peer.send(frame)
         peer.send(b"a", b"b")
@@ -484,7 +486,7 @@ async def test_strangers_at_the_router_are_told_so_and_change_nothing(cluster: C
 @pytest.mark.parametrize("token", ["", "wrong", "ü", "x" * 100_000])
 async def test_an_actor_without_the_join_token_is_refused_without_a_hint(control: str, token: str) -> None:
     member = Member("n0/decode-0", "decode", "n0", "r0", 1, 2**60)
-    async with stranger(control, b"n0/decode-0#1152921504606846976") as peer:
+    async with stranger(control, b"n0/decode-0#1152921504606846976", actors_transport) as peer:
         peer.tell(Hello(PROTOCOL_VERSION, pdactors.__version__, member, "", "", token, "chunked", 1))
         refusal = await peer.get(control_decoder)
         assert isinstance(refusal, Refusal)
@@ -495,7 +497,7 @@ async def test_the_name_of_an_actor_cannot_be_taken(cluster: Cluster, control: s
     async with AsyncClient(cluster.zmq) as client:
         (decode_actor,) = [a for a in (await client.status())["actors"] if a["role"] == "decode"]
         identity = f"{decode_actor['name']}#{decode_actor['incarnation']}".encode()
-        async with stranger(control, identity) as peer:
+        async with stranger(control, identity, actors_transport) as peer:
             peer.tell(Heartbeat("stopping"))
             peer.tell(Release("r", 1))
             assert (await client.generate("the cat", max_tokens=5)).finish_reason == "length"

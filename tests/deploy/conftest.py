@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from netns import Host, missing, namespaces
+from netns import two_hosts
 
-
-@pytest.fixture
-def hosts() -> Iterator[list[Host]]:
-    if why := missing():
-        pytest.skip(why)
-    with namespaces(2) as made:
-        yield made
+hosts = pytest.fixture(two_hosts, name="hosts")
 
 
 @pytest.fixture

@@ -77,7 +77,7 @@ def test_the_router_s_and_an_engine_s_pod_serve_and_drain(
             return hosts[0].serves()
 
         wait(serves, 150.0, "the readiness probe never succeeds")
-        assert all(pod.has_started() for pod in pods.values())
+        wait(lambda: all(pod.has_started() for pod in pods.values()), 30.0, "a startup probe never succeeds")
         token = (keys / "token").read_text().strip()
         with hosts[0].entered(), Client("tcp://10.77.0.1:7071", token=token, key=keys / "client.key") as client:
             answer = client.generate("the cat sat on the mat", max_tokens=8, ignore_eos=True)

@@ -30,6 +30,8 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import pytest
+
 from pdactors.actors.discovery import Ready, read_ready_file
 
 INTERFACE = "net0"
@@ -189,6 +191,14 @@ def _connect(host: Host, switch: str, port: str, rate: str) -> None:
         for where, device in ((space, INTERFACE), (switch, port)):
             limit = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
             _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", *limit)
+
+
+def two_hosts() -> Iterator[list[Host]]:
+    """Make two machines, or skip with the reason: what fixtures of them yield."""
+    if why := missing():
+        pytest.skip(why)
+    with namespaces(2) as made:
+        yield made
 
 
 def _ready(path: Path, process: subprocess.Popen[bytes]) -> Ready:

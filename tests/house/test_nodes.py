@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from netns import PDACTORS, Host, Launched, missing, namespaces
+from netns import PDACTORS, Host, Launched, two_hosts
 
 from pdactors import AsyncClient, Client, launch
 from pdactors.actors.discovery import running
@@ -104,12 +104,7 @@ class Machines:
         self._opened.close()
 
 
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[list[Host]]:
-    if why := missing():
-        pytest.skip(why)
-    with namespaces(2) as made:
-        yield made
+hosts = pytest.fixture(two_hosts, scope="module", name="hosts")
 
 
 @pytest.fixture
