@@ -375,7 +375,7 @@ class EngineActor(Actor):
         self.spawn(add())
 
     def _on_recall(self, _sender: Member, message: RecallExtents) -> None:
-        self.command(lambda: self.extents.give_back(message.count, self.engine.num_unreserved))
+        self.command(lambda: self.extents.give_back(message.count, self.engine.num_unreserved, idle=message.idle))
 
     # ---- Accounts --------
 
