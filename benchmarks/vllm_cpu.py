@@ -13,13 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import IO
 
-BATCHES, CONTEXT, PROMPTS = (1, 4, 16, 32), 256, (512, 2048)
+from peers import CONTEXT, MODEL, compare
 
 
 def serve_vllm(folder: str) -> None:
@@ -44,7 +42,7 @@ def serve_vllm(folder: str) -> None:
 
 
 class VLLM:
-    """The other process."""
+    """The other process, which pins its own worker; what it has beside that may use other cores."""
 
     def __init__(self, python: str, folder: str, core: int) -> None:
         limits = {"VLLM_CPU_OMP_THREADS_BIND": str(core), "VLLM_CPU_KVCACHE_SPACE": "3"}
@@ -57,54 +55,28 @@ class VLLM:
         self._answers: IO[str] = self._child.stdout
         assert self._answers.readline() == "ready\n", "vLLM did not start"
 
-    def run(self, count: int, length: int, tokens: int) -> float:
-        self._orders.write(f"{count} {length} {tokens}\n")
-        return float(self._answers.readline())
-
     def step(self, batch: int) -> float:
-        return (self.run(batch, CONTEXT, 33) - self.run(batch, CONTEXT, 1)) / 32
+        return (self._run(batch, CONTEXT, 33) - self._run(batch, CONTEXT, 1)) / 32
+
+    def prompt(self, tokens: int) -> float:
+        return self._run(1, tokens, 1)
 
     def close(self) -> None:
         self._orders.close()
         self._child.wait()
 
-
-def compare(rounds: int, ours: Callable[[], float], theirs: Callable[[], float]) -> dict[str, float]:
-    """Run both once for nothing, then in turns."""
-    pairs = [(ours(), theirs()) for _ in range(rounds + 1)][1:]
-    mine, others = zip(*pairs, strict=True)
-    ratio = statistics.median(other / own for own, other in pairs)
-    return {
-        "ms": round(statistics.median(mine), 2),
-        "vllm_ms": round(statistics.median(others), 2),
-        "ratio": round(ratio, 2),
-    }
+    def _run(self, count: int, length: int, tokens: int) -> float:
+        self._orders.write(f"{count} {length} {tokens}\n")
+        return float(self._answers.readline())
 
 
 def main(options: argparse.Namespace) -> None:
-    from pdactors.bench import engine as bench
     from pdactors.engine import store
-    from pdactors.engine.load import load_model
 
-    folder = store.resolve("smollm2-135m", fetch=True)
+    folder = store.resolve(MODEL, fetch=True)
     vllm = VLLM(options.vllm, str(folder), options.core)
-    os.sched_setaffinity(0, {options.core})  # vLLM pins its own worker; what it has beside that may use the others
-    model = load_model(folder, "bfloat16", threads=1, way="lean")
-
-    def best_of(count: int, action: Callable[[], object]) -> Callable[[], float]:
-        return lambda: statistics.median(bench.time_ms(action) for _ in range(count))
-
-    decode, prefill = [], []
-    for batch in BATCHES:
-        step = best_of(16, bench.decode_step(model, batch, CONTEXT))
-        found = compare(options.rounds, step, lambda batch=batch: vllm.step(batch))  # type: ignore[misc]
-        decode.append({"batch": batch, "context": CONTEXT, **found})
-    for tokens in PROMPTS:
-        prompt = best_of(1, bench.prompt(model, tokens))
-        found = compare(options.rounds, prompt, lambda tokens=tokens: vllm.run(1, tokens, 1))  # type: ignore[misc]
-        prefill.append({"tokens": tokens, **found})
+    print(json.dumps(compare(vllm, folder, rounds=options.rounds, core=options.core)))
     vllm.close()
-    print(json.dumps({"decode": decode, "prefill": prefill}))
 
 
 if __name__ == "__main__":

@@ -148,6 +148,10 @@ class Actor:
             return False
         return True
 
+    def is_welcome(self, name: str) -> bool:
+        """Say whether the actor that we connected to took us in."""
+        return name in self._hosts
+
     def drop(self, why: str, **context: object) -> None:
         """Count what is late, duplicate, unknown or malformed; never fatal."""
         self.dropped[why] += 1

@@ -9,7 +9,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TypeVar
 
 from pdactors.actors import engine_accounts, engine_parts
@@ -42,8 +41,10 @@ from pdactors.messages import (
     RecallExtents,
     Release,
     Report,
+    ReturnExtents,
     Segment,
     Tokens,
+    WantExtents,
 )
 from pdactors.transport import Transport
 
@@ -65,7 +66,7 @@ class EngineActor(Actor):
         self.arena = Arena.attach(spec.fds.arena, spec.layout)
         self.pool = BlockPool()
         self.loans = Loans(self.pool, self.arena.leases(), spec.slot, spec.incarnation, spec.config.kv.lease_s)
-        self.extents = ExtentKeeper.of(spec, self.arena, self.pool, partial(self.tell, self.migrator))
+        self.extents = ExtentKeeper.of(spec, self.arena, self.pool, self._ask)
         self.model = model
         model.bind(self.arena.payload(), spec.layout)
         self.engine = Engine(model, self.arena, self.pool, engine_parts.limits(spec))
@@ -336,6 +337,7 @@ class EngineActor(Actor):
 
     def _sweep(self) -> None:
         """Take back what holders released, what was revoked, and what expired."""
+        self.extents.check()
         for ended in self.loans.sweep(self.clock()):
             self._wake.set()
             self.lease_ended(ended.request, ended.attempt)
@@ -366,6 +368,14 @@ class EngineActor(Actor):
         sequence.segments.clear()
 
     # ---- Memory --------
+
+    def _ask(self, message: WantExtents | ReturnExtents) -> None:
+        """Speak of memory to a migrator that took us in; what is lost before is made good by `reconcile`.
+
+        Sooner, what it grants would be in the table by then, and look like a grant of its predecessor that got lost.
+        """
+        if self.is_welcome(self.migrator):
+            self.tell(self.migrator, message)
 
     def _on_extents(self, _sender: Member, message: Extents) -> None:
         async def add() -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from pdactors.actors.spec import ActorSpec
+from pdactors.errors import InvariantError
 from pdactors.kv.arena import Arena
 from pdactors.kv.blocks import BlockPool
 from pdactors.messages import ReturnExtents, WantExtents
@@ -62,6 +63,12 @@ class ExtentKeeper:
         known = {blocks.start // self._arena.extent_blocks for blocks in self._pool.extents} | self._arriving
         if lost := set(self._arena.extents_of(self._slot)) - known:
             self._ask(ReturnExtents(tuple(sorted(lost))))
+
+    def check(self) -> None:
+        """Raise InvariantError if the pool has an extent that the table gives to somebody else."""
+        used = {blocks.start // self._arena.extent_blocks for blocks in self._pool.extents}
+        if foreign := used.difference(self._arena.extents_of(self._slot)):
+            raise InvariantError(f"extents in use here that belong to others: {sorted(foreign)}")
 
     def mind(self, lacking: int, spare: int, now: float, *, caches: bool = False) -> None:
         """Ask for memory when `lacking` blocks are missed, or fewer than half a step is spare.

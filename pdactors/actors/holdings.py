@@ -56,12 +56,11 @@ class Holdings:
         return self.pool.num_available - self.num_reserved
 
     async def start(self) -> None:
-        """Go on with what a predecessor had, and join the store behind ours.
+        """Join the store behind ours.
 
         Raises:
             ConfigError: that cannot be had.
         """
-        self.take_over()
         if self.backing is not None:
             config = self.spec.config
             await self.backing.open(config.mooncake, self.spec.host, config.kv.store_bytes)
@@ -84,6 +83,7 @@ class Holdings:
 
     def check(self) -> None:
         """Hold the books against themselves (I5)."""
+        self.extents.check()
         self.pool.check()
         self.loans.check()
 

@@ -100,6 +100,8 @@ class Migrator(Actor):
     # ---- Life --------
 
     def open(self) -> None:
+        if self.holdings is not None:
+            self.holdings.take_over()  # before anybody can ask for some of it
         self.listen(self.spec.own_address())
         super().open()
 

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from pdactors.actors.extent_keeper import ExtentKeeper
+from pdactors.errors import InvariantError
 from pdactors.kv.arena import Arena
 from pdactors.kv.blocks import BlockPool
 from pdactors.kv.layout import KVLayout
@@ -65,6 +66,15 @@ def test_small_extents_are_asked_for_in_steps(arena, keeper):
     assert keeper.asked == [WantExtents(2), WantExtents(7)]
     keeper.mind(0, 1, 3.0)
     assert len(keeper.asked) == 2
+
+
+async def test_whoever_uses_what_the_table_gives_to_others_stops(arena, keeper):
+    own(arena, 1, 2)
+    await keeper.add((1, 2))
+    keeper.check()
+    own(arena, 2, slot=1)
+    with pytest.raises(InvariantError, match=r"belong to others: \[2\]"):
+        keeper.check()
 
 
 def cache(pool, count):

@@ -164,7 +164,6 @@ async def cut_often(pid: int) -> None:
     indirect=["cluster"],
 )
 def test_whoever_is_lost_each_answer_is_as_alone(
-    request: pytest.FixtureRequest,
     cluster: Cluster,
     make_ids: MakeIds,
     alone: Any,
@@ -172,9 +171,6 @@ def test_whoever_is_lost_each_answer_is_as_alone(
     role: str,
     number: signal.Signals,
 ) -> None:
-    if role == "migrator" and "ucx" in request.node.name:
-        reason = "known fault: an answer may go on wrong after a migrator that moves KV was killed; not found yet"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
     asks = questions(make_ids, (role, number))
     found, pid = asyncio.run(_hurt(cluster, asks, role, sending(number)))
     for asked, wanted in zip(found, alone(asks), strict=True):
