@@ -579,7 +579,8 @@ class Surveyed(Message, frozen=True):
 
 
 class WantExtents(Message, frozen=True):
-    count: int
+    count: int  # missed: others are asked for them
+    idle: int = 0  # for a cache, of what nobody has
 
 
 class Extents(Message, frozen=True):
@@ -592,6 +593,7 @@ class RecallExtents(Message, frozen=True):
     """Migrator: give back up to `count` extents that hold nothing live."""
 
     count: int
+    idle: bool = False  # to keep some free: only out of caches, and not what will soon be asked for again
 
 
 class Retired(Message, frozen=True):
@@ -717,11 +719,9 @@ class Alive(Message, frozen=True):
 
 
 Control: TypeAlias = (
-    Hello | Welcome | Refusal | Stranger
-    | Heartbeat | Generate | Resume | Cancel | Prefilled | Adopted | Finished | Failed
-    | CacheChanged | Pinned | Exited | Drain | Fence | Inspect | Inspected
-    | Prefill | Decode | Pin | CopyOut | Release
-    | Tokens | Rejected | Fleet | Surveyed
+    Hello | Welcome | Refusal | Stranger | Heartbeat | Generate | Resume | Cancel
+    | Prefilled | Adopted | Finished | Failed | CacheChanged | Pinned | Exited | Drain | Fence | Inspect | Inspected
+    | Prefill | Decode | Pin | CopyOut | Release | Tokens | Rejected | Fleet | Surveyed
     | Migrate | Announce | Migrated | Stranded | DataPort | Offer | Taken | Ask | Grant | Stored | Abandon | Alive
     | WantExtents | Extents | RecallExtents | ReturnExtents | Publish | Retired
     | DrainActor | Scale | StartEngines | EnginesStarted | Retire | Answered

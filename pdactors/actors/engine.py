@@ -231,7 +231,8 @@ class EngineActor(Actor):
             engine_accounts.note_admission(self.trail, sequence, self.clock())
             if sequence.num_admitted == 1:
                 self.admitted(sequence)
-        self.extents.mind(self.blocks_lacking(), self.engine.num_unreserved, self.clock())
+        lacking, caches = self.blocks_lacking(), self.engine.limits.caches
+        self.extents.mind(lacking, self.engine.num_unreserved, self.clock(), caches=caches)
         tell_cache(self, self.pool)
 
     async def _fill_batch(self) -> None:
@@ -384,7 +385,7 @@ class EngineActor(Actor):
         self.spawn(add())
 
     def _on_recall(self, _sender: Member, message: RecallExtents) -> None:
-        self.command(lambda: self.extents.give_back(message.count, self.engine.num_unreserved))
+        self.command(lambda: self.extents.give_back(message.count, self.engine.num_unreserved, idle=message.idle))
 
     # ---- Accounts --------
 

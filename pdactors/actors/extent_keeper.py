@@ -70,13 +70,20 @@ class ExtentKeeper:
         if foreign := used.difference(self._arena.extents_of(self._slot)):
             raise InvariantError(f"extents in use here that belong to others: {sorted(foreign)}")
 
-    def mind(self, lacking: int, spare: int, now: float) -> None:
-        """Ask for memory when `lacking` blocks are missed, or fewer than half a step is spare."""
+    def mind(self, lacking: int, spare: int, now: float, *, caches: bool = False) -> None:
+        """Ask for memory when `lacking` blocks are missed, or fewer than half a step is spare.
+
+        An owner that `caches` also asks for what lies idle before it evicts.
+        """
         missed = max(lacking, self._step if spare < self._step / 2 else 0)
         wanted = -(-missed // self._arena.extent_blocks)
+        empty = spare - (self._pool.num_available - self._pool.num_free)  # below 0: what is set aside will evict
         if wanted and (wanted != self._num_wanted or now - self._asked_s > REPEAT_S):
             self._num_wanted, self._asked_s = wanted, now
             self._ask(WantExtents(wanted))
+        elif caches and not (wanted or self._arriving) and empty < self._step and now - self._asked_s > REPEAT_S:
+            self._num_wanted, self._asked_s = 0, now
+            self._ask(WantExtents(0, -(-(2 * self._step - empty) // self._arena.extent_blocks)))
 
     async def first(self, clock: Callable[[], float]) -> None:
         """Wait until there is an extent at all."""
@@ -98,7 +105,7 @@ class ExtentKeeper:
             blocks = self._arena.blocks_of_extent(extent)
             if self._arena.extent_owner(extent) == self._slot and blocks not in self._pool.extents:
                 self._pool.add_extent(blocks)
-        self._num_wanted = 0
+        self._num_wanted, self._asked_s = 0, 0.0
         self._grew.set()
 
     def unmapped(self) -> list[int]:
@@ -111,10 +118,14 @@ class ExtentKeeper:
         """Map extents of others: a page fault is dear, and would be met by the step that reads a prompt."""
         await asyncio.to_thread(_each, self._arena.map_ahead, new)
 
-    def give_back(self, count: int, spare: int) -> None:
-        """Return up to `count` extents that hold nothing live, out of `spare` blocks that nobody claims."""
+    def give_back(self, count: int, spare: int, *, idle: bool = False) -> None:
+        """Return up to `count` extents that hold nothing live, out of `spare` blocks that nobody claims.
+
+        `idle`: nobody misses them, so what would soon be asked for again stays.
+        """
+        spare -= self._step if idle else 0
         returned = []
-        for blocks in self._pool.removable_extents()[:count]:
+        for blocks in self._pool.removable_extents()[:count] if spare > 0 else ():
             if len(self._pool.extents) <= self.minimum or spare < len(blocks):
                 break
             self._pool.remove_extent(blocks)

@@ -6,6 +6,7 @@ It is not on the lease path: engines lend to each other through the arena withou
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 import msgspec
 
@@ -63,6 +64,8 @@ class Migrator(Actor):
         self._names: dict[int, str] = {}  # slot -> owner, of those that joined
         self._retired: set[int] = set()  # slots whose engine is gone for good
         self._demand: dict[int, int] = {}  # slot -> extents that it asked for and did not get
+        self._reserve = 0 if spec.config.has_store else extents.reserve(self.arena.num_extents, spec.num_owners)
+        self._in_vain: Counter[int] = Counter()  # slot -> how often it was asked for extents since it last gave some
         self.transfers = TransferLog()
         self.holdings = Holdings(self) if spec.config.migrators_own else None
         self.mover = Mover(self, self.holdings) if self.holdings is not None and spec.config.moves_kv else None
@@ -166,8 +169,17 @@ class Migrator(Actor):
     def _on_want(self, sender: Member, message: WantExtents) -> None:
         if self._names.get(sender.slot) != sender.name:
             return self.drop("engine without a slot", sender=sender.name)
-        self._demand[sender.slot] = min(message.count, self.arena.num_extents)
-        return self._serve()
+        if message.count:
+            self._demand[sender.slot] = min(message.count, self.arena.num_extents)
+        else:
+            self._demand.pop(sender.slot, None)
+        self._serve()
+        free = self.arena.free_extents()
+        if message.idle:
+            self._give(sender.slot, message.idle, self._owned(), free[self._reserve :])
+        elif len(free) < self._reserve:  # the next who needs some is not to wait for it
+            self._recall(self._reserve - len(free), sender.slot, self._owned(), idle=True)
+        return None
 
     def _on_return(self, sender: Member, message: ReturnExtents) -> None:
         for extent in message.extents:
@@ -175,6 +187,7 @@ class Migrator(Actor):
                 self.drop("foreign extent", sender=sender.name, extent=extent)
                 continue
             self.arena.set_extent_owner(extent, None)
+            self._in_vain.pop(sender.slot, None)
             self._demand.pop(sender.slot, None)  # what it once asked for it has no use for now, or it asks again
         self._serve()
 
@@ -197,21 +210,31 @@ class Migrator(Actor):
             short = extents.shortage(wanted, slot, owned, len(free), self._minimum)
             if short and self.holdings is not None and slot != self.spec.slot and self.holdings.evict(short):
                 owned, free = self._owned(), self.arena.free_extents()
-            count = extents.grant(wanted, slot, owned, len(free), self._minimum)
-            granted, free = free[:count], free[count:]
-            for extent in granted:
-                self.arena.set_extent_owner(extent, slot)
+            count = self._give(slot, wanted, owned, free)
             owned[slot] += count
-            if granted:
-                self.tell(self._names[slot], Extents(tuple(granted)))
             self._demand[slot] = wanted - count
             if not self._demand[slot]:
                 del self._demand[slot]
                 continue
-            others = {other: n for other, n in owned.items() if other != self.spec.slot}
-            for other, spare in extents.recall(self._demand[slot], slot, others, self._minimum).items():
-                if other in self._names:
-                    self.tell(self._names[other], RecallExtents(spare))
+            self._recall(self._demand[slot], slot, owned)
+
+    def _give(self, slot: int, wanted: int, owned: Mapping[int, int], free: list[int]) -> int:
+        """Give an engine what it may have of the `free` extents, which leave the list; return how many."""
+        count = extents.grant(wanted, slot, owned, len(free), self._minimum)
+        granted, free[:] = free[:count], free[count:]
+        for extent in granted:
+            self.arena.set_extent_owner(extent, slot)
+        if granted:
+            self.tell(self._names[slot], Extents(tuple(granted)))
+        return count
+
+    def _recall(self, wanted: int, slot: int, owned: Mapping[int, int], *, idle: bool = False) -> None:
+        """Ask other engines to give back what `slot` wants."""
+        others = {other: n for other, n in owned.items() if other != self.spec.slot}
+        for other, spare in extents.recall(wanted, slot, others, self._minimum, self._in_vain).items():
+            if other in self._names:
+                self._in_vain[other] += 1
+                self.tell(self._names[other], RecallExtents(spare, idle))
 
     def claim(self, count: int) -> None:
         """Let the store have up to `count` free extents that nobody is sure of."""

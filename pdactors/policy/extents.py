@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
+
+NOBODY: Mapping[int, int] = MappingProxyType({})
 
 
 def guaranteed(num_extents: int, engines: int, extents_per_sequence: int) -> int:
@@ -30,10 +33,20 @@ def shortage(wanted: int, engine: int, owned: Mapping[int, int], num_free: int, 
     return max(0, wanted + _set_aside(engine, owned, minimum) - num_free)
 
 
-def recall(wanted: int, engine: int, owned: Mapping[int, int], minimum: int) -> dict[int, int]:
-    """Return how many extents to ask back from whom, so that `engine` can get `wanted`; largest owners first."""
+def reserve(num_extents: int, owners: int) -> int:
+    """Return how many extents caches leave free: who needs memory does not wait until a cache has given some back."""
+    return num_extents // 16 if owners > 1 else 0
+
+
+def recall(
+    wanted: int, engine: int, owned: Mapping[int, int], minimum: int, in_vain: Mapping[int, int] = NOBODY
+) -> dict[int, int]:
+    """Return how many extents to ask back from whom, so that `engine` can get `wanted`.
+
+    Those come first who were asked `in_vain` the fewest times since they last gave something, of these the largest.
+    """
     asked: dict[int, int] = {}
-    for other, count in sorted(owned.items(), key=lambda item: -item[1]):
+    for other, count in sorted(owned.items(), key=lambda item: (in_vain.get(item[0], 0), -item[1])):
         spare = count - minimum
         if other == engine or spare <= 0 or wanted <= 0:
             continue

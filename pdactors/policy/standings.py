@@ -2,7 +2,9 @@
 
 The rules are those of `placement.py`; they look at every engine they are given, which takes too long with a thousand of
 them. An engine that knows nothing of a prompt is judged by its load alone, so of those only the best matters, and of
-decode engines only the best of each distance. A test holds that the rules choose the same from few as from all.
+decode engines only the best of each distance. Those that would hand over to the same decode engine make a group: their
+order is the same whatever that one has to do, so a change of it moves only the best of them. A test holds that the
+rules choose the same from few as from all.
 """
 
 from __future__ import annotations
@@ -16,14 +18,14 @@ from pdactors.policy.placement import MIN_SLACK, EngineView, Place
 
 _Scope = tuple[str, ...]  # all that is within a distance of a place
 _Entry = tuple[int, str]  # requests, name
+_First = tuple[int, int, str]  # pending tokens, requests, name
 
 
-class _Crowd(NamedTuple):
-    """The decode engine that a prompt computed at some place would go to."""
+class _Level(NamedTuple):
+    """How crowded it is where a prompt would be decoded."""
 
-    scope: _Scope
-    view: EngineView
-    distance: int
+    slack: int
+    crowd: int
 
 
 class _Rank(NamedTuple):
@@ -36,7 +38,7 @@ class _Rank(NamedTuple):
     name: str
 
 
-E = TypeVar("E", _Entry, _Rank)
+E = TypeVar("E", _Entry, _First, _Rank)
 
 
 def _scopes(place: Place) -> tuple[_Scope, _Scope, _Scope, _Scope]:
@@ -90,17 +92,15 @@ class _Field:
         for scope in _scopes(view.place) if view is not None else ():
             self._members[scope].drop(name)
 
-    def best(self, scope: _Scope) -> _Entry | None:
-        """Return the requests and the name of the best within a scope."""
+    def best(self, scope: _Scope) -> EngineView | None:
+        """Return the best within a scope."""
         members = self._members.get(scope)
-        return members.best() if members is not None else None
+        best = members.best() if members is not None else None
+        return self.views[best[1]] if best is not None else None
 
-    def nearest(self, place: Place) -> _Crowd | None:
-        """Return the best of those that are nearest."""
-        for distance, scope in enumerate(_scopes(place)):
-            if (found := self.best(scope)) is not None:
-                return _Crowd(scope, self.views[found[1]], distance)
-        return None
+    def nearest(self, place: Place) -> _Scope | None:
+        """Return the narrowest scope of a place that anybody is in."""
+        return next((scope for scope in _scopes(place) if self.best(scope) is not None), None)
 
 
 class Standings:
@@ -111,21 +111,24 @@ class Standings:
         self._open = _Field()  # decode engines with room
         self._full = _Field()  # and without
         self._areas: dict[_Scope, set[str]] = defaultdict(set)  # firsts within a scope
-        self._crowds: dict[str, _Crowd] = {}
-        self._leaning: dict[_Scope, set[str]] = defaultdict(set)  # firsts whose crowd is the best of a scope
-        self._levels: dict[tuple[int, int], _Lowest[_Rank]] = {}  # slack, crowd -> who is that crowded
+        self._group_of: dict[str, _Scope] = {}  # first -> the scope whose best decode engine it would hand over to
+        self._groups: dict[_Scope, _Lowest[_First]] = defaultdict(_Lowest)
+        self._ranks: dict[_Scope, tuple[_Level, _Rank]] = {}  # where the best of each group stands
+        self._levels: dict[_Level, _Lowest[_Rank]] = defaultdict(_Lowest)
 
     def put(self, view: EngineView, *, is_first: bool) -> None:
         """Take note of an engine's load."""
-        if is_first:
-            self._drop_first(view.name)
-            if view.has_capacity:
-                self._firsts[view.name] = view
-                for scope in _scopes(view.place):
-                    self._areas[scope].add(view.name)
-                self._rank(view.name)
+        if not is_first:
+            self._change_decode(view.name, view)
             return
-        self._change_decode(view.name, view)
+        former = self._firsts.get(view.name)
+        if not view.has_capacity or (former is not None and former.place != view.place):
+            self._drop_first(view.name)
+        if view.has_capacity:
+            self._firsts[view.name] = view
+            for scope in _scopes(view.place):
+                self._areas[scope].add(view.name)
+            self._enter(view)
 
     def drop(self, name: str) -> None:
         """An engine takes no work."""
@@ -137,22 +140,24 @@ class Standings:
         """Return engines with room, the best for a prompt among them, if only those on `nodes` know some of it."""
         if not self._levels:
             return []
-        least = min(crowd for _, crowd in self._levels)
-        even = [key for key in self._levels if (key[1] - least) // key[0] == 0]
+        least = min(level.crowd for level in self._levels)
+        even = [level for level in self._levels if (level.crowd - least) // level.slack == 0]
         names = {min(map(self._best, even)).name}
-        names.update(self._best(key).name for key in even if key[1] == least)
+        names.update(self._best(level).name for level in even if level.crowd == least)
         for node in nodes:
             names |= self._areas.get((node, ""), set())
         return [self._firsts[name] for name in sorted(names)]
 
     def crowds(self, firsts: Collection[EngineView]) -> list[EngineView]:
         """Return the decode engines that those would hand over to."""
-        nearest = (self._open.nearest(view.place) or self._full.nearest(view.place) for view in firsts)
-        return list({crowd.view.name: crowd.view for crowd in nearest if crowd is not None}.values())
+        nearby = self._nearby
+        scopes = (nearby.nearest(view.place) for view in firsts)
+        crowds = (nearby.best(scope) for scope in scopes if scope is not None)
+        return list({crowd.name: crowd for crowd in crowds if crowd is not None}.values())
 
     def decodes(self, source: Place, others: Iterable[str]) -> list[EngineView]:
         """Return decode engines with room, the best for KV at `source` among them; `others` own some of it."""
-        names = {best[1] for scope in _scopes(source) if (best := self._open.best(scope)) is not None}
+        names = {best.name for scope in _scopes(source) if (best := self._open.best(scope)) is not None}
         names.update(name for name in others if name in self._open.views)
         return [self._open.views[name] for name in sorted(names)]
 
@@ -161,62 +166,87 @@ class Standings:
     def _drop_first(self, name: str) -> None:
         view = self._firsts.pop(name, None)
         if view is not None:
-            self._unrank(name)
+            self._leave(name)
             for scope in _scopes(view.place):
                 self._areas[scope].discard(name)
 
-    def _rank(self, name: str) -> None:
-        view = self._firsts[name]
-        crowd = self._open.nearest(view.place) or self._full.nearest(view.place) or _Crowd((), view, 0)
-        distance = crowd.distance if crowd.view.has_capacity else 3
-        key = max(MIN_SLACK, crowd.view.max_requests // 4), crowd.view.num_requests
-        self._crowds[name] = crowd
-        self._leaning[crowd.scope].add(name)
-        rank = _Rank(view.pending_tokens, distance, crowd.view.num_requests, view.num_requests, name)
-        self._levels.setdefault(key, _Lowest()).put(name, rank)
+    def _enter(self, view: EngineView) -> None:
+        """Put a first into its group, or change its place there."""
+        scope = self._group_of.get(view.name)
+        if scope is None:
+            scope = self._nearby.nearest(view.place)
+            if scope is None:  # there are no decode engines: each makes a group of its own
+                scope = (view.name,) * 4
+            self._group_of[view.name] = scope
+        self._groups[scope].put(view.name, (view.pending_tokens, view.num_requests, view.name))
+        self._rank(scope)
 
-    def _unrank(self, name: str) -> None:
-        crowd = self._crowds.pop(name)
-        self._leaning[crowd.scope].discard(name)
-        key = max(MIN_SLACK, crowd.view.max_requests // 4), crowd.view.num_requests
-        self._levels[key].drop(name)
-        if not self._levels[key]:
-            del self._levels[key]
+    def _leave(self, name: str) -> None:
+        scope = self._group_of.pop(name)
+        self._groups[scope].drop(name)
+        self._rank(scope)
 
-    def _best(self, key: tuple[int, int]) -> _Rank:
-        best = self._levels[key].best()
+    def _rank(self, scope: _Scope) -> None:
+        """Have the best of a group stand where it belongs now."""
+        former, now = self._ranks.pop(scope, None), self._standing(scope)
+        if former is not None and former != now:
+            level = self._levels[former[0]]
+            level.drop(former[1].name)
+            if not level:
+                del self._levels[former[0]]
+        if now is None:
+            del self._groups[scope]
+            return
+        self._ranks[scope] = now
+        self._levels[now[0]].put(now[1].name, now[1])
+
+    def _standing(self, scope: _Scope) -> tuple[_Level, _Rank] | None:
+        """Return where the best of a group belongs; None if the group is empty."""
+        best = self._groups[scope].best()
+        if best is None:
+            return None
+        pending_tokens, num_requests, name = best
+        crowd = self._nearby.best(scope) or self._firsts[name]
+        distance = max(0, 3 - len(scope)) if crowd.has_capacity else 3
+        level = _Level(max(MIN_SLACK, crowd.max_requests // 4), crowd.num_requests)
+        return level, _Rank(pending_tokens, distance, crowd.num_requests, num_requests, name)
+
+    def _best(self, level: _Level) -> _Rank:
+        best = self._levels[level].best()
         assert best is not None  # a level that nobody is on is gone
         return best
 
     # ---- Decodes --------
 
+    @property
+    def _nearby(self) -> _Field:
+        """The decode engines that prompts would go to: those with room, if there are any."""
+        return self._open if self._open.views else self._full
+
     def _change_decode(self, name: str, view: EngineView | None) -> None:
         known = self._open.views.get(name) or self._full.views.get(name) or view
         assert known is not None
-        scopes = _scopes(known.place)
-        before = [self._standing(scope) for scope in scopes]
-        was_open = self._open.best(()) is not None
+        nearby = self._nearby
+        scopes = [scope for scope in _scopes(known.place) if self._areas.get(scope)]  # where anybody looks
+        before = [nearby.best(scope) for scope in scopes]
         stays = self._open if view is not None and view.has_capacity else self._full
         for field in (self._open, self._full):
             if view is None or field is not stays:
                 field.drop(name)
         if view is not None:
             stays.put(view)
-        if (self._open.best(()) is not None) != was_open or not was_open:
-            stale = set(self._firsts)
-        else:
-            stale = set[str]()
-            for scope, (had, one) in zip(scopes, before, strict=True):
-                has, other = self._standing(scope)
-                if had != has:
-                    stale |= self._areas[scope]
-                elif one != other:
-                    stale |= self._leaning[scope]
-        for first in stale:
-            self._unrank(first)
-            self._rank(first)
+        if self._nearby is not nearby:
+            return self._regroup(self._firsts)
+        for scope, former in zip(scopes, before, strict=True):
+            best = nearby.best(scope)
+            if (former is None) != (best is None):
+                self._regroup(self._areas[scope])
+            elif former is not best and scope in self._groups:
+                self._rank(scope)
+        return None
 
-    def _standing(self, scope: _Scope) -> tuple[bool, tuple[int, int] | None]:
-        """Return whether anybody has room within a scope, and what ranks see of the best."""
-        best = self._open.best(scope)
-        return best is not None, None if best is None else (best[0], self._open.views[best[1]].max_requests)
+    def _regroup(self, names: Iterable[str]) -> None:
+        """Look for the groups of some firsts anew."""
+        for name in list(names):
+            self._leave(name)
+            self._enter(self._firsts[name])

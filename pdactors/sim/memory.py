@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -42,7 +43,9 @@ class NodeMemory:
         self._num_blocks = num_blocks
         self._num_owners = num_owners
         self._minimum = extents.guaranteed(self._num_extents, num_owners, -(-sequence_blocks // self.extent_blocks))
+        self._reserve = extents.reserve(self._num_extents, num_owners)
         self._owners: dict[int, Owner] = {}
+        self._in_vain: Counter[int] = Counter()
         self._returned: list[range] = []
         self._num_given = 0
 
@@ -63,25 +66,40 @@ class NodeMemory:
         self.mind(owner, 1)
 
     def mind(self, owner: Owner, lacking: int) -> bool:
-        """Get an owner the blocks that it lacks, and half an extent to spare; say whether it got any."""
-        wanted = -(-lacking // self.extent_blocks)
-        if not wanted and owner.num_unreserved() < self.spare_blocks:
-            wanted = 1
-        if not wanted:
-            return False
+        """Get an owner the blocks that it lacks, and half an extent to spare; say whether it got any.
+
+        What lies idle is taken before anything is evicted.
+        """
+        spare = owner.num_unreserved()
+        wanted = -(-lacking // self.extent_blocks) or int(spare < self.spare_blocks)
         me = next(number for number, other in self._owners.items() if other is owner)
-        granted = self._grant(me, wanted)
+        if not wanted:
+            empty = spare - (owner.pool.num_available - owner.pool.num_free)
+            idle = -(-(2 * self.extent_blocks - empty) // self.extent_blocks)
+            return empty < self.extent_blocks and self._grant(me, idle, self._num_free - self._reserve) > 0
+        granted = self._grant(me, wanted, self._num_free)
         if granted < wanted:
-            for other, count in extents.recall(wanted - granted, me, self._owned(), self._minimum).items():
-                self._take_back(self._owners[other], count)
-            granted += self._grant(me, wanted - granted)
+            self._recall(wanted - granted, me)
+            granted += self._grant(me, wanted - granted, self._num_free)
+        if self._num_free < self._reserve:
+            self._recall(self._reserve - self._num_free, me, kept=self.extent_blocks)
         return granted > 0
+
+    @property
+    def _num_free(self) -> int:
+        return self._num_extents - self._num_given + len(self._returned)
+
+    def _recall(self, wanted: int, number: int, kept: int = 0) -> None:
+        """Have others return extents; each keeps so many blocks that nobody claims."""
+        for other, count in extents.recall(wanted, number, self._owned(), self._minimum, self._in_vain).items():
+            self._in_vain[other] += 1
+            if self._take_back(self._owners[other], count, kept):
+                del self._in_vain[other]
 
     def _owned(self) -> dict[int, int]:
         return {number: owner.num_extents for number, owner in self._owners.items()}
 
-    def _grant(self, number: int, wanted: int) -> int:
-        num_free = self._num_extents - self._num_given + len(self._returned)
+    def _grant(self, number: int, wanted: int, num_free: int) -> int:
         count = extents.grant(wanted, number, self._owned(), num_free, self._minimum)
         owner = self._owners[number]
         for _ in range(count):
@@ -94,16 +112,18 @@ class NodeMemory:
         self._num_given += 1
         return range(start, min(start + self.extent_blocks, self._num_blocks))
 
-    def _take_back(self, owner: Owner, count: int) -> None:
-        """Have an owner return extents that hold nothing live, as `ExtentKeeper.give_back` does."""
-        spare = owner.num_unreserved()
-        for blocks in owner.pool.removable_extents()[:count]:
+    def _take_back(self, owner: Owner, count: int, kept: int) -> int:
+        """Have an owner return extents that hold nothing live, as `ExtentKeeper.give_back` does; return how many."""
+        spare = owner.num_unreserved() - kept
+        former = owner.num_extents
+        for blocks in owner.pool.removable_extents()[:count] if spare > 0 else ():
             if owner.num_extents <= self._minimum or spare < len(blocks):
                 break
             owner.pool.remove_extent(blocks)
             owner.num_extents -= 1
             spare -= len(blocks)
             self._returned.append(blocks)
+        return former - owner.num_extents
 
 
 @dataclass(eq=False)

@@ -160,6 +160,60 @@ async def test_what_is_missing_is_asked_back_from_whoever_can_spare_it_and_hande
         assert recalled(a) == []
 
 
+async def test_a_wish_for_idle_memory_takes_nothing_from_anybody_and_is_forgotten(node_of):
+    async with node_of() as node:
+        a, b = await node.join(0), await node.join(1, "decode")
+        await node.say(a, WantExtents(0, idle=2))
+        assert len(granted(a)) == 2
+        await node.say(a, WantExtents(0, idle=99))
+        assert len(granted(a)) == NUM_EXTENTS - MINIMUM - 2
+        await node.want(b, MINIMUM)
+        await node.say(b, WantExtents(0, idle=1))
+        await node.say(a, ReturnExtents((node.owned[0][0],)))
+        assert recalled(a) == granted(b) == []
+        assert node.counts[:2] == [NUM_EXTENTS - MINIMUM - 1, MINIMUM]
+
+
+async def test_an_idle_wish_says_that_nothing_is_missed_any_more(node_of):
+    async with node_of() as node:
+        a, b = await node.join(0), await node.join(1, "decode")
+        await node.want(a, 99)
+        await node.want(b, MINIMUM + 1)
+        await node.say(b, WantExtents(0, idle=1))
+        await node.say(a, ReturnExtents((node.owned[0][0],)))
+        assert node.counts[1] == MINIMUM
+
+
+async def test_caches_leave_a_reserve_which_is_filled_up_again_out_of_them(node_of, monkeypatch):
+    monkeypatch.setattr("pdactors.policy.extents.reserve", lambda num_extents, owners: 3)
+    async with node_of() as node:
+        a, b = await node.join(0), await node.join(1, "decode")
+        assert len(await node.want(b, MINIMUM)) == MINIMUM
+        await node.say(a, WantExtents(0, idle=99))
+        assert node.counts[:2] == [NUM_EXTENTS - MINIMUM - 3, MINIMUM]
+        assert len(await node.want(b, 1)) == 1  # at once
+        assert a.of(RecallExtents) == [RecallExtents(1, idle=True)]
+        await node.say(a, ReturnExtents((node.owned[0][0],)))
+        await node.say(a, WantExtents(0, idle=1))
+        assert node.counts[:2] == [NUM_EXTENTS - MINIMUM - 4, MINIMUM + 1]
+        assert b.of(RecallExtents) == []
+
+
+async def test_who_gives_nothing_back_is_asked_after_the_others(node_of):
+    async with node_of(num_engines=3) as node:
+        a, b, c = [await node.join(slot) for slot in range(3)]
+        await node.want(a, 4)
+        await node.want(b, 4)
+        await node.want(c, MINIMUM + 1)
+        assert (recalled(a), recalled(b)) == ([1], [])
+        await node.want(c, 1)
+        assert (recalled(a), recalled(b)) == ([], [1])
+        await node.say(b, ReturnExtents((node.owned[1][0],)))
+        assert node.counts[:3] == [4, 3, MINIMUM + 1]
+        await node.want(c, 1)
+        assert (recalled(a), recalled(b)) == ([], [1])
+
+
 async def test_what_comes_back_is_shared_out_among_all_who_wait(node_of):
     async with node_of(num_engines=3) as node:
         a, b, c = [await node.join(slot) for slot in range(3)]

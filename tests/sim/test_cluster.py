@@ -123,6 +123,21 @@ def test_the_second_prompt_with_a_beginning_finds_it_unless_caches_are_hidden(ma
     assert cluster.run([asked[0], asked[1]], patience_s=100)[0].cached_tokens == 0
 
 
+def test_caches_take_idle_memory_and_leave_a_sixteenth_for_needs(make_cluster):
+    cluster = make_cluster(
+        None, "cluster.mode=chunked", "node.0.workers=2", "kv.memory=200MiB", "model.max_model_len=512"
+    )  # 284 blocks in 36 extents
+    prompts = [tuple(range(1000 * i, 1000 * i + 320)) for i in range(16)]
+    turns = [[Request("", ids, 2, at_s=t + 60.0 * i) for i, ids in enumerate(prompts)] for t in (0, 2000)]
+    found = cluster.run(turns[0] + turns[1], patience_s=100)
+    assert [record.cached_tokens for record in found] == [0] * 16 + [288] * 16
+    for seed in "12":
+        cluster.run(some(40, 10.0, "chat", seed), patience_s=1000)
+        settled(cluster)
+        given = sum(engine.pool.account().total for engine in cluster.engines.values())
+        assert 31 * 8 <= given <= 34 * 8
+
+
 def test_too_long_a_prompt_is_refused_as_the_gateway_does(make_cluster):
     (record,) = make_cluster().run([Request("long", (1,) * 5000, 2)], patience_s=10)
     assert record.error == "prompt_too_long"
