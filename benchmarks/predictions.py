@@ -1,0 +1,100 @@
+"""Predicted against measured: `simulate` beside `bench serve`, by mode, workload and rate, with the same requests.
+
+    pdactors calibrate -o cost.json          # right before, on the same idle machine
+    .venv/bin/python benchmarks/predictions.py cost.json [--rounds 3] [--seconds 60] [--workloads chat,long,mixed]
+
+Rates are shares of the highest one that the simulator finds the first mode to hold within the objective, so that
+neither is idle nor overloaded. A prediction is off by |predicted / measured - 1|; `spread` is how far two rounds of the
+measurement itself differ, (largest - smallest) / median. Prints a table in Markdown, then the medians, and how
+many pairs of modes whose measured goodput differs by more than a tenth are ranked alike. Mode kvstore is not simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+from pathlib import Path
+
+from pdactors.bench.figures import Figures, Objective
+from pdactors.bench.results import Load, ServerResult
+from pdactors.bench.serve import Traffic, bench_serve
+from pdactors.sim.cluster import MODES
+from pdactors.sim.simulate import Costs, simulate
+
+SHARES = (0.4, 0.8)
+DIFFERS = 1.1  # goodputs whose ratio is beyond that are to be ranked
+
+
+def p50(figures: Figures, what: str) -> float:
+    """Return the median of "ttft_ms" or "tpot_ms"."""
+    spread = getattr(figures, what)
+    assert spread is not None, f"no answer has a {what}"
+    return float(spread.p50)
+
+
+def spread_of(result: ServerResult, what: str) -> float:
+    """Return how far the rounds of a measurement are apart."""
+    values = [p50(run.overall, what) for run in result.rounds]
+    return (max(values) - min(values)) / statistics.median(values)
+
+
+def rank(measured: dict[str, float], predicted: dict[str, float]) -> tuple[int, int]:
+    """Return how many pairs of modes differ in what was measured, and how many of these are predicted to."""
+    differing = [
+        (high, low) for high, low in itertools.permutations(measured, 2) if measured[high] > DIFFERS * measured[low]
+    ]
+    return len(differing), sum(predicted[high] > predicted[low] for high, low in differing)
+
+
+def main(options: argparse.Namespace) -> None:
+    costs, objective = Costs(options.cost), Objective()
+    errors: dict[str, list[float]] = {"ttft_ms": [], "tpot_ms": []}
+    spreads: dict[str, list[float]] = {"ttft_ms": [], "tpot_ms": []}
+    num_pairs = num_right = 0
+    print(
+        "| workload | requests/s | mode | TTFT P50, ms | predicted | TPOT P50, ms | predicted | goodput/s | predicted |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for workload in options.workloads.split(","):
+        search = Traffic(Load(find_max_rate=True, seconds=options.seconds), workload, objective=objective)
+        highest = simulate(None, search, costs, modes=MODES[:1]).bench.servers[MODES[0]].max_rate
+        assert highest, f"{workload}: no rate is held"
+        for share in SHARES:
+            load = Load(rate=round(share * highest, 3), seconds=options.seconds)
+            traffic = Traffic(load, workload, objective=objective, rounds=options.rounds)
+            predicted = simulate(None, traffic, costs, modes=MODES).bench.servers
+            measured = bench_serve(None, traffic, modes=MODES).bench.servers
+            goodputs: tuple[dict[str, float], dict[str, float]] = ({}, {})
+            for mode in MODES:
+                real, guess = measured[mode].overall, predicted[mode].overall
+                assert real is not None, f"{mode}: {measured[mode].error}"
+                assert guess is not None, f"{mode}: {predicted[mode].error}"
+                cells = []
+                for what in errors:
+                    errors[what].append(abs(p50(guess, what) / p50(real, what) - 1))
+                    spreads[what].append(spread_of(measured[mode], what))
+                    cells += [f"{p50(real, what):.0f}", f"{p50(guess, what):.0f}"]
+                goodputs[0][mode], goodputs[1][mode] = real.goodput_s, guess.goodput_s
+                goods = [f"{real.goodput_s:.2f}", f"{guess.goodput_s:.2f}"]
+                print(f"| {' | '.join([workload, f'{load.rate:g}', mode, *cells, *goods])} |", flush=True)
+            differing, right = rank(*goodputs)
+            num_pairs, num_right = num_pairs + differing, num_right + right
+    print()
+    for what, name in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT")):
+        off, most, spread = statistics.median(errors[what]), max(errors[what]), statistics.median(spreads[what])
+        print(f"{name} P50: off by {off:.1%} at the median, {most:.1%} at most; rounds differ by {spread:.1%}")
+    print(f"modes ranked right: {num_right} of {num_pairs} pairs that differ")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("cost", type=Path, help="what `pdactors calibrate` measured")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--workloads", default="chat,long,mixed")
+    options = parser.parse_args()
+    if not options.cost.is_file():
+        sys.exit(f"{options.cost} is not there: `pdactors calibrate -o {options.cost}` makes it")
+    main(options)
