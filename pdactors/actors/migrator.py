@@ -18,6 +18,7 @@ from pdactors.actors.spec import ENGINES, ActorSpec
 from pdactors.actors.transfer_log import TransferLog
 from pdactors.errors import InvariantError
 from pdactors.kv.arena import Arena
+from pdactors.kv.leases import Lessor
 from pdactors.messages import (
     Abandon,
     Alive,
@@ -192,13 +193,21 @@ class Migrator(Actor):
         self._serve()
 
     def _on_retired(self, _sender: Member, message: Retired) -> None:
-        """Free what an engine owned that was drained; nobody reads it any more, and what it still asked for is void."""
+        """Free what an engine owned that was drained; nobody reads it any more, and what it still asked for is void.
+
+        It may have left before it took back what it had lent: whoever comes into its slot is not to honour that.
+        """
+        if not 0 <= message.slot < self.arena.num_slots:
+            return self.drop("retirement of the unknown", slot=message.slot)
+        lessor = Lessor(self.arena.leases(), message.slot, self.spec.incarnation)
+        lessor.rebuild()
+        lessor.end_all()
         self.dismiss(self._names.pop(message.slot, ""))
         self._demand.pop(message.slot, None)
         self._retired.add(message.slot)
         for extent in self.arena.extents_of(message.slot):
             self.arena.set_extent_owner(extent, None)
-        self._serve()
+        return self._serve()
 
     def _serve(self) -> None:
         """Give out what is free, then ask back what others can spare."""

@@ -158,6 +158,11 @@ class Lessor:
             self._given[index] = _Given(Lease(index, generation), request, attempt, table.blocks_named(index))
         return self.live()
 
+    def end_all(self) -> None:
+        """End every lease now: whoever holds one does not read its blocks any more."""
+        for given in list(self._given.values()):
+            self._end(given)
+
     def check(self) -> None:
         """Raise InvariantError unless every record is either free or given, and the table agrees."""
         own = self._table.records_of(self._slot)

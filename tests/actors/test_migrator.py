@@ -8,7 +8,10 @@ import pytest
 
 from pdactors.actors.migrator import Migrator
 from pdactors.kv.arena import Arena
+from pdactors.kv.blocks import BlockPool
 from pdactors.kv.layout import KVLayout
+from pdactors.kv.leases import Holder, LeaseLost, Lessor
+from pdactors.kv.loans import Loans
 from pdactors.messages import (
     Extents,
     RecallExtents,
@@ -296,6 +299,21 @@ async def test_what_a_retired_engine_owned_goes_to_those_who_wait(node_of):
         await node.retire(0, b)
         assert sorted(granted(b)) == sorted(extents)
         assert node.counts == [0, NUM_EXTENTS, 0, 0], "nothing is set aside for one that is gone"
+
+
+async def test_what_a_retired_engine_had_not_taken_back_is_nobodys(node_of):
+    async with node_of() as node:
+        a, b = await node.join(0), await node.join(1, "decode")
+        block = EXTENT_BLOCKS * (await node.want(a, 1))[0]
+        table = node.arena.leases()
+        lease = Lessor(table, 0, 1).grant("r", 1, [block], 1e9)
+        await node.retire(0, b)
+        with pytest.raises(LeaseLost):
+            Holder(table, 1, 1).accept(lease, 0.0, 1e9)
+        successor = Loans(BlockPool(), table, 0, 2, 1.0)
+        successor.take_over()
+        assert not successor.live()
+        assert successor.num_left == 2
 
 
 async def test_what_a_retired_engine_still_asked_for_is_void(node_of):

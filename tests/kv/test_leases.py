@@ -336,3 +336,19 @@ def test_a_lease_crosses_processes() -> None:
         assert lessor.live()[0].holder_slot == 1
         assert Holder(arena.leases(), 1, 6).end_predecessor() == 1
         assert lessor.sweep(0.0) == end_of(lease, expired=False)
+
+
+def test_all_leases_of_one_that_is_gone_can_be_ended(table: LeaseTable, lessor: Lessor, holder: Holder) -> None:
+    held, waiting = grant(lessor), grant(lessor)
+    holder.accept(held, 0.0, 30.0)
+    undertaker = Lessor(table, 1, 300)
+    undertaker.rebuild()
+    undertaker.end_all()
+    undertaker.check()
+    assert undertaker.num_left == 2
+    assert not table.stands(held)
+    with pytest.raises(LeaseLost):
+        holder.renew(held, 60.0)
+    with pytest.raises(LeaseLost):
+        holder.accept(waiting, 0.0, 30.0)
+    assert Lessor(table, 1, 400).grant("r", 3, BLOCKS, 60.0).generation > waiting.generation
