@@ -376,6 +376,8 @@ class EngineActor(Actor):
         """
         if self.is_welcome(self.migrator):
             self.tell(self.migrator, message)
+        else:
+            self._introduce(self.migrator)  # again: it may not have heard us
 
     def _on_extents(self, _sender: Member, message: Extents) -> None:
         async def add() -> None:
