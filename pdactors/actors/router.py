@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from typing import BinaryIO
 
@@ -325,7 +326,14 @@ class Router(Actor):
     # ---- Requests --------
 
     def _on_generate(self, sender: Member, message: Generate) -> None:
-        self._perform(self.dispatcher.generate(sender.name, message, self.clock()))
+        now = self.clock()
+        self._perform(self.dispatcher.generate(sender.name, message, now))
+        if message.deadline_s is not None:  # which may be nearer than the next tick
+            asyncio.get_running_loop().call_later(message.deadline_s - now + 0.001, self._overdue, message.request)
+
+    def _overdue(self, request: str) -> None:
+        if request in self.dispatcher.requests:
+            self._perform(self.dispatcher.tick(self.clock()))
 
     def _on_resume(self, sender: Member, message: Resume) -> None:
         self._perform(self.dispatcher.resume(sender.name, message, self.clock()))

@@ -47,6 +47,9 @@ from pdactors.transport import Busy, Channel, Peer, PeerGone, Transport, transpo
 PING_S = 2.0
 
 SILENT_AFTER_S = 10.0  # a gateway that answers no ping for so long is lost
+
+RESTARTED = "the gateway was restarted; what was in flight is lost"
+
 Messages = Sequence[Mapping[str, str]]
 T = TypeVar("T")
 
@@ -266,16 +269,19 @@ class AsyncClient:
                 self._deliver(event)
 
     def _deliver(self, event: AnyEvent) -> None:
-        if event.id is None and isinstance(event, ErrorEvent):
-            error = _error(event)
-            if isinstance(error, Unauthorized) and self._is_known:  # it did know us, so it is another one
-                self._is_known = False
-                error = ConnectionLost("the gateway was restarted; what was in flight is lost")
-                with contextlib.suppress(PeerGone, Busy):  # the next ping brings us here again
-                    self._send(ClientHello(PROTOCOL_VERSION, self._token))
-            self._break(error)
+        if isinstance(event, ErrorEvent) and event.code == Unauthorized.code and self._is_known:
+            self._introduce_again()  # it did know us, so it is another one, whatever it was asked
+        elif event.id is None and isinstance(event, ErrorEvent):
+            self._break(_error(event))
         elif event.id in self._inboxes:
-            self._inboxes[event.id].put_nowait(event)
+            is_late = isinstance(event, ErrorEvent) and event.code == Unauthorized.code  # asked before that was known
+            self._inboxes[event.id].put_nowait(ConnectionLost(RESTARTED) if is_late else event)
+
+    def _introduce_again(self) -> None:
+        self._is_known = False
+        with contextlib.suppress(PeerGone, Busy):  # the next ping brings us here again
+            self._send(ClientHello(PROTOCOL_VERSION, self._token))
+        self._break(ConnectionLost(RESTARTED))
 
     def _break(self, error: PDError) -> None:
         """Let everybody who waits know that the connection is of no use."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
 import structlog
 
 from pdactors.actors.client_server import MAX_REQUESTS, SILENT_AFTER_S, ClientServer
+from pdactors.client import AsyncClient
 from pdactors.client_messages import (
     ClientBye,
     ClientEvents,
@@ -25,6 +26,7 @@ from pdactors.client_messages import (
     TokenEvent,
     to_client_decoder,
 )
+from pdactors.errors import ConnectionLost
 from pdactors.messages import PROTOCOL_VERSION, Message, decode, encode
 from pdactors.transport import Busy, Channel, Transport, transport_for
 
@@ -57,6 +59,12 @@ class FakeGateway:
         self.sinks[key] = sink
         return key
 
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self._work = asyncio.ensure_future(work)
+
+    async def ask(self, what: str) -> dict[str, str]:
+        return {"asked": what}
+
     def cancel(self, key: str) -> None:
         self.cancelled.append(key)
 
@@ -66,6 +74,7 @@ class Peer:
 
     def __init__(self, transport: Transport, address: str) -> None:
         self._inbox: asyncio.Queue[list[bytes]] = asyncio.Queue()
+        self.address = address
         self.channel: Channel = transport.connect(address, b"peer", lambda _peer, f: self._inbox.put_nowait(f))
 
     async def ask(self, message: Message) -> Any:
@@ -125,6 +134,16 @@ async def test_a_silent_client_has_its_requests_cancelled(gateway: FakeGateway, 
     assert gateway.cancelled == ["request-0", "request-1"]
     events = await peer.ask(ClientPing())
     assert events.events[0].code == "unauthorized"  # it has to introduce itself again
+
+
+async def test_the_client_library_is_lost_once_and_then_known_again(gateway: FakeGateway, served: Any) -> None:
+    async with AsyncClient(served[1].address) as client:
+        assert await client.status() == {"asked": "status"}
+        gateway.now += SILENT_AFTER_S + 1
+        gateway.sweep()  # as a gateway that was restarted: it knows nobody
+        lost = await asyncio.gather(client.status(), client.generate("x"), return_exceptions=True)
+        assert [(type(error), "restarted" in str(error)) for error in lost] == [(ConnectionLost, True)] * 2
+        assert await client.status() == {"asked": "status"}
 
 
 async def test_a_goodbye_cancels(gateway: FakeGateway, peer: Peer) -> None:

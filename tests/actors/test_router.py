@@ -86,8 +86,8 @@ async def test_a_failure_reaches_the_gateway_with_its_code(cluster_of):
         assert await cluster["gateway"].expect(Rejected) == Rejected("r", "model", "p: NaN")
 
 
-async def test_a_request_without_time_left_is_ended(cluster_of):
-    async with cluster_of("gateway") as cluster:
+async def test_a_request_is_ended_at_its_deadline_not_at_the_next_tick(cluster_of):
+    async with cluster_of("gateway", heartbeat_ms=60_000) as cluster:
         deadline_s = cluster.router.clock() + 0.02
         cluster["gateway"].send(msgspec.structs.replace(generate(), deadline_s=deadline_s))
         assert (await cluster["gateway"].expect(Rejected)).code == "timeout"
