@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import msgspec
+import numpy as np
 from msgspec import Struct
 
 from pdactors.errors import ConfigError, PDError
+from pdactors.kv.frame import checksum
 from pdactors.transport.ucx import UcxPort
 
 NUM_BLOCKS = 48  # of a process's arena; more than its caches hold
@@ -41,7 +43,7 @@ class Side(Struct, frozen=True):
 class Job(Struct, frozen=True):
     """What one process does."""
 
-    kind: str  # ucx or socket
+    kind: str  # ucx, checked (ucx, with checksums at both ends) or socket
     role: str  # send or receive
     device: str
     host: str
@@ -67,20 +69,29 @@ class WireResult(Struct, frozen=True):
     limit_cpu_s_per_gb: float
     cpu_ratio: float
     idle_cpu: float  # of a core, the busier end
+    checked_cpu_ratio: float | None = None  # with each transfer's checksum made by the sender and by the receiver
 
 
 LOOPBACK = (Side((), "lo", "127.0.0.1"), Side((), "lo", "127.0.0.1"))
 
 
 def compare(
-    sides: tuple[Side, Side] = LOOPBACK, *, block_bytes: int = 737_280, num_transfers: int = 100, rounds: int = 3
+    sides: tuple[Side, Side] = LOOPBACK,
+    *,
+    block_bytes: int = 737_280,
+    num_transfers: int = 100,
+    rounds: int = 3,
+    checked: bool = False,
 ) -> WireResult:
     """Move transfers of 16 blocks from the first side to the second, by UCX and by a raw socket in turns.
+
+    With `checked` by UCX once more, with checksums.
 
     Raises:
         PDError: a process failed.
     """
-    found: dict[str, list[tuple[Figures, Figures]]] = {"ucx": [], "socket": []}
+    kinds = ("ucx", "socket", *(("checked",) if checked else ()))
+    found: dict[str, list[tuple[Figures, Figures]]] = {kind: [] for kind in kinds}
     for _ in range(rounds):
         for kind, figures in found.items():
             figures.append(_run(kind, sides, block_bytes, num_transfers))
@@ -95,6 +106,7 @@ def compare(
         limit_cpu_s_per_gb=round(cpu["socket"], 3),
         cpu_ratio=round(cpu["ucx"] / cpu["socket"], 3),
         idle_cpu=round(max(end.idle_cpu for pair in found["ucx"] for end in pair), 4),
+        checked_cpu_ratio=round(cpu["checked"] / cpu["socket"], 3) if checked else None,
     )
 
 
@@ -178,7 +190,7 @@ def _run(kind: str, sides: tuple[Side, Side], block_bytes: int, num_transfers: i
 def main(argument: str) -> None:
     """Do a job; talk with the parent over standard input and output."""
     job = msgspec.json.decode(argument, type=Job)
-    figures = asyncio.run(_over_ucx(job)) if job.kind == "ucx" else _over_socket(job)
+    figures = asyncio.run(_over_ucx(job)) if job.kind != "socket" else _over_socket(job)
     sys.stdout.write(msgspec.json.encode(figures).decode() + "\n")
 
 
@@ -207,8 +219,12 @@ async def _over_ucx(job: Job) -> Figures:
 
     async def move(call: Callable[..., None], tag: int, buffers: Sequence[memoryview]) -> None:
         done: asyncio.Future[PDError | None] = asyncio.get_running_loop().create_future()
+        if job.kind == "checked" and call == port.send:
+            checksum(np.frombuffer(buffer, np.uint8) for buffer in buffers)
         call("peer", tag, buffers, done.set_result)
         error = await done
+        if job.kind == "checked" and call == port.receive:
+            checksum(np.frombuffer(buffer, np.uint8) for buffer in buffers)
         slots.release()
         if error:
             raise error

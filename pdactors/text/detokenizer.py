@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 from pdactors.text.tokenizer import Tokenizer
@@ -20,7 +21,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt_tail: Sequence[int] = ()) -> None:
         tail = [token_id for token_id in prompt_tail if _has_text(tokenizer, token_id)]
-        self._tokenizer = tokenizer
+        self._special_ids = tokenizer.special_ids
         kinds = list(_decoder_kinds(tokenizer.decoder))
         self._method: _Method
         if kinds == ["ByteLevel"]:
@@ -30,9 +31,7 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Take the next token; returns the text that is certain now, "" while a character is incomplete."""
-        if not _has_text(self._tokenizer, token_id):
-            return ""
-        return self._method.push(token_id)
+        return "" if token_id in self._special_ids else self._method.push(token_id)
 
     def flush(self) -> str:
         """End the answer; returns the text that was held back."""
@@ -90,6 +89,8 @@ class _Window:
         self._given = tokenizer.decode(self._ids).rstrip(_REPLACEMENT) if self._ids else ""
 
     def push(self, token_id: int) -> str:
+        if self._tokenizer.token(token_id) is None:
+            return ""
         self._ids.append(token_id)
         if token_id in self._byte_ids:
             return ""
@@ -132,6 +133,7 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTES = _byte_alphabet()
 
 
+@lru_cache(maxsize=1 << 18)  # tokens of every vocabulary in use, each spelled once
 def _token_bytes(token: str) -> bytes:
     try:
         return bytes([_BYTES[character] for character in token])

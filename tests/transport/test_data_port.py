@@ -459,9 +459,10 @@ async def test_without_ucxx_the_error_names_what_to_install(monkeypatch):
 
 
 def test_what_the_environment_sets_is_left_alone(monkeypatch):
-    for key in ("TLS", "NET_DEVICES", "TCP_PORT_RANGE", "ZCOPY_THRESH"):
+    speed = {"ZCOPY_THRESH": "0", "TCP_RX_SEG_SIZE": "256k"}
+    for key in ("TLS", "NET_DEVICES", "TCP_PORT_RANGE", *speed):
         monkeypatch.delenv(f"UCX_{key}", raising=False)
     chosen = ucx._settings("lo", "30000-30010")
-    assert chosen == {"TLS": "tcp", "NET_DEVICES": "lo", "TCP_PORT_RANGE": "30000-30010", "ZCOPY_THRESH": "0"}
+    assert chosen == {"TLS": "tcp", "NET_DEVICES": "lo", "TCP_PORT_RANGE": "30000-30010", **speed}
     monkeypatch.setenv("UCX_TLS", "rc")
-    assert ucx._settings("", "") == {"ZCOPY_THRESH": "0"}
+    assert ucx._settings("", "") == speed
