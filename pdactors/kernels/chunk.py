@@ -15,7 +15,7 @@ from numba.extending import overload
 
 from pdactors.kernels import cpu
 from pdactors.kernels.pack import DEPTH, ROWS
-from pdactors.kernels.simd import LANES, fma, load, load_pair, load_scalar, prefetch, splat, store
+from pdactors.kernels.simd import LANES, add_pair, load, prefetch, splat, store
 from pdactors.kernels.tiles import tile_load, tile_multiply, tile_store, tile_zero
 
 _HELD = 4 * ROWS  # so many rows of O fit into tiles; there are four left for the products
@@ -213,23 +213,11 @@ def _eight_rows(a, begin, stride, depth, packed, at, out, to, keeps):
         r4, r5 = load(out, to + 4 * LANES), load(out, to + 5 * LANES)
         r6, r7 = load(out, to + 6 * LANES), load(out, to + 7 * LANES)
     for i in range(0, depth, 2):
-        even, odd = load_pair(packed, at + i * LANES)
-        x = begin + i
-        r0 = fma(splat(load_scalar(a, x + 1)), odd, fma(splat(load_scalar(a, x)), even, r0))
-        x += stride
-        r1 = fma(splat(load_scalar(a, x + 1)), odd, fma(splat(load_scalar(a, x)), even, r1))
-        x += stride
-        r2 = fma(splat(load_scalar(a, x + 1)), odd, fma(splat(load_scalar(a, x)), even, r2))
-        x += stride
-        r3 = fma(splat(load_scalar(a, x + 1)), odd, fma(splat(load_scalar(a, x)), even, r3))
-        x += stride
-        r4 = fma(splat(load_scalar(a, x + 1)), odd, fma(splat(load_scalar(a, x)), even, r4))
-        x += stride
-        r5 = fma(splat(load_scalar(a, x + 1)), odd, fma(splat(load_scalar(a, x)), even, r5))
-        x += stride
-        r6 = fma(splat(load_scalar(a, x + 1)), odd, fma(splat(load_scalar(a, x)), even, r6))
-        x += stride
-        r7 = fma(splat(load_scalar(a, x + 1)), odd, fma(splat(load_scalar(a, x)), even, r7))
+        line, x = at + i * LANES, begin + i
+        r0, r1 = add_pair(r0, packed, line, a, x), add_pair(r1, packed, line, a, x + stride)
+        r2, r3 = add_pair(r2, packed, line, a, x + 2 * stride), add_pair(r3, packed, line, a, x + 3 * stride)
+        r4, r5 = add_pair(r4, packed, line, a, x + 4 * stride), add_pair(r5, packed, line, a, x + 5 * stride)
+        r6, r7 = add_pair(r6, packed, line, a, x + 6 * stride), add_pair(r7, packed, line, a, x + 7 * stride)
     store(out, to, r0)
     store(out, to + LANES, r1)
     store(out, to + 2 * LANES, r2)

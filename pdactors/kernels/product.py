@@ -14,7 +14,7 @@ from numba.extending import overload
 from pdactors.kernels import cpu
 from pdactors.kernels.pack import COLUMNS, DEPTH, ROWS
 from pdactors.kernels.powers import exp2_for
-from pdactors.kernels.simd import LANES, fma, load, load_pair, load_scalar, minimum, prefetch, splat, store
+from pdactors.kernels.simd import LANES, add_pair, load, minimum, prefetch, splat, store
 from pdactors.kernels.threads import share
 from pdactors.kernels.tiles import tile_load, tile_multiply, tile_store, tile_zero
 
@@ -40,13 +40,13 @@ def _ask(array, left, right, k, size):
 
 
 def _with_tiles(finish: Any) -> Any:
-    def on_tiles(job, pending, a, first, w, at, depth, is_tall, asks, later, out, base):
+    def on_tiles(job, pending, a, first, w, at, depth, count, asks, later, out, base):
         second = first + depth * _TILE
         right = at + depth * _TILE
         done, each = 0, (pending + depth - 1) // depth
         tile_zero(0)
         tile_zero(1)
-        if is_tall:
+        if count > ROWS:
             tile_zero(2)
             tile_zero(3)
             for k in range(0, depth * _TILE, _TILE):
@@ -85,40 +85,55 @@ def _with_tiles(finish: Any) -> Any:
     return on_tiles
 
 
+@njit(nogil=True)
+def _four_rows(a, start, w, at, right, size, out, to):
+    """Write the sums of four rows of `a` with two column tiles."""
+    zero = splat(0.0)
+    l0, l1, l2, l3, r0, r1, r2, r3 = zero, zero, zero, zero, zero, zero, zero, zero
+    for k in range(0, size, _TILE):
+        for pair in range(0, DEPTH, 2):
+            left_line, right_line, i = at + k + pair * LANES, right + k + pair * LANES, start + k + pair
+            l0, r0 = add_pair(l0, w, left_line, a, i), add_pair(r0, w, right_line, a, i)
+            i += DEPTH
+            l1, r1 = add_pair(l1, w, left_line, a, i), add_pair(r1, w, right_line, a, i)
+            i += DEPTH
+            l2, r2 = add_pair(l2, w, left_line, a, i), add_pair(r2, w, right_line, a, i)
+            i += DEPTH
+            l3, r3 = add_pair(l3, w, left_line, a, i), add_pair(r3, w, right_line, a, i)
+    store(out, to, l0)
+    store(out, to + LANES, r0)
+    store(out, to + COLUMNS, l1)
+    store(out, to + COLUMNS + LANES, r1)
+    store(out, to + 2 * COLUMNS, l2)
+    store(out, to + 2 * COLUMNS + LANES, r2)
+    store(out, to + 3 * COLUMNS, l3)
+    store(out, to + 3 * COLUMNS + LANES, r3)
+
+
+@njit(nogil=True)
+def _one_row(a, start, w, at, right, size, out, to):
+    """Write the sums of one row of `a` with two column tiles."""
+    left_sums, right_sums = splat(0.0), splat(0.0)
+    for k in range(0, size, _TILE):
+        for pair in range(0, DEPTH, 2):
+            i = start + k + pair
+            left_sums = add_pair(left_sums, w, at + k + pair * LANES, a, i)
+            right_sums = add_pair(right_sums, w, right + k + pair * LANES, a, i)
+    store(out, to, left_sums)
+    store(out, to + LANES, right_sums)
+
+
 def _with_registers(finish: Any) -> Any:
-    def on_registers(job, pending, a, first, w, at, depth, is_tall, asks, later, out, base):
+    def on_registers(job, pending, a, first, w, at, depth, count, asks, later, out, base):
         for row in range(pending):
             finish(row, *job)
-        right = at + depth * _TILE
-        for row in range(0, 2 * ROWS if is_tall else ROWS, 4):
-            start = first + row // ROWS * depth * _TILE + row % ROWS * DEPTH
-            to = base + row * COLUMNS
-            zero = splat(0.0)
-            l0, l1, l2, l3, r0, r1, r2, r3 = zero, zero, zero, zero, zero, zero, zero, zero
-            for k in range(0, depth * _TILE, _TILE):
-                for pair in range(0, DEPTH, 2):
-                    left_even, left_odd = load_pair(w, at + k + pair * LANES)
-                    right_even, right_odd = load_pair(w, right + k + pair * LANES)
-                    i = start + k + pair
-                    x, y = splat(load_scalar(a, i)), splat(load_scalar(a, i + 1))
-                    l0, r0 = fma(y, left_odd, fma(x, left_even, l0)), fma(y, right_odd, fma(x, right_even, r0))
-                    i += DEPTH
-                    x, y = splat(load_scalar(a, i)), splat(load_scalar(a, i + 1))
-                    l1, r1 = fma(y, left_odd, fma(x, left_even, l1)), fma(y, right_odd, fma(x, right_even, r1))
-                    i += DEPTH
-                    x, y = splat(load_scalar(a, i)), splat(load_scalar(a, i + 1))
-                    l2, r2 = fma(y, left_odd, fma(x, left_even, l2)), fma(y, right_odd, fma(x, right_even, r2))
-                    i += DEPTH
-                    x, y = splat(load_scalar(a, i)), splat(load_scalar(a, i + 1))
-                    l3, r3 = fma(y, left_odd, fma(x, left_even, l3)), fma(y, right_odd, fma(x, right_even, r3))
-            store(out, to, l0)
-            store(out, to + LANES, r0)
-            store(out, to + COLUMNS, l1)
-            store(out, to + COLUMNS + LANES, r1)
-            store(out, to + 2 * COLUMNS, l2)
-            store(out, to + 2 * COLUMNS + LANES, r2)
-            store(out, to + 3 * COLUMNS, l3)
-            store(out, to + 3 * COLUMNS + LANES, r3)
+        size = depth * _TILE
+        for row in range(0, count, 4):
+            start = first + row // ROWS * size + row % ROWS * DEPTH
+            if row + 1 == count:
+                _one_row(a, start, w, at, at + size, size, out, base + row * COLUMNS)
+            else:  # what lies behind the last row is padding
+                _four_rows(a, start, w, at, at + size, size, out, base + row * COLUMNS)
 
     return on_registers
 
@@ -126,9 +141,9 @@ def _with_registers(finish: Any) -> Any:
 def block_product(finish: Any) -> Any:
     """Return a function for compiled code: it computes a block and finishes the one before.
 
-    `finish(row, *job)` ends a row. Arguments: `job`, `pending`, `a`, `first`, `w`, `at`, `depth`, `is_tall`, `asks`,
-    `later`, `out`, `base`. A block of results is float32 `[32, 32]` in `out` from `base` on: 32 rows of `a`, 16 unless
-    `is_tall`.
+    `finish(row, *job)` ends a row. Arguments: `job`, `pending`, `a`, `first`, `w`, `at`, `depth`, `count`, `asks`,
+    `later`, `out`, `base`. A block of results is float32 `[32, 32]` in `out` from `base` on: `count` rows of `a`, and
+    what padding gives behind them.
     `first` and `at` are where the row tile and the column tile begin, `depth` is the number of tiles along the inputs.
     Meanwhile the `pending` rows of the block before are finished. At each of the `depth` steps `asks` lines of weights
     are asked for that are used later, from `later` on; -1: these weights come from memory and are used once, so they
@@ -141,7 +156,7 @@ def block_product(finish: Any) -> Any:
     on_tiles, on_registers = _with_tiles(finish), _with_registers(finish)
 
     @overload(compute)
-    def _compute(job, pending, a, first, w, at, depth, is_tall, asks, later, out, base):
+    def _compute(job, pending, a, first, w, at, depth, count, asks, later, out, base):
         return on_tiles if cpu.HAS_AMX and a.dtype == types.uint16 else on_registers
 
     return compute
@@ -195,8 +210,7 @@ def multiply(a, rows, w, at, inputs, outputs, out, width, adds, block, base, thr
             spot, later = at + left * inputs, at + (left + COLUMNS) * inputs
             for m in range(top, bottom, 2 * ROWS):
                 job = (block, former, out, target, column, m * width + left, width, adds)
-                is_tall = bottom - m > ROWS
-                _sums(job, pending, a, m * inputs, w, spot, depth, is_tall, asks, later, block, now)
+                _sums(job, pending, a, m * inputs, w, spot, depth, min(2 * ROWS, bottom - m), asks, later, block, now)
                 later += asks * depth * DEPTH
                 pending, target, column = min(2 * ROWS, bottom - m), m * width + left, left
                 now, former = former, now
@@ -229,8 +243,7 @@ def multiply_gated(a, rows, w, at, inputs, outputs, out, depth_out, block, base,
         spot, later = at + n * COLUMNS * inputs, at + (n + 1) * COLUMNS * inputs
         for m in range(0, rows, 2 * ROWS):
             job = (block, former, out, first, column, depth_out)
-            is_tall = rows - m > ROWS
-            _gates(job, pending, a, m * inputs, w, spot, depth, is_tall, asks, later, block, now)
+            _gates(job, pending, a, m * inputs, w, spot, depth, min(2 * ROWS, rows - m), asks, later, block, now)
             later += asks * depth * DEPTH
             pending, first, column = min(2 * ROWS, rows - m), m, n * LANES
             now, former = former, now

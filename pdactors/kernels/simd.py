@@ -8,6 +8,7 @@ from the array's first one, and **nothing checks them**: callers validate tables
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -48,6 +49,7 @@ VL = ir.VectorType(I64, LANES)
 VB = ir.VectorType(I1, LANES)
 _V16 = ir.VectorType(I16, LANES)
 V_BF16 = ir.VectorType(BF16, LANES)
+_V32_BF16 = ir.VectorType(BF16, 2 * LANES)
 _gather_alignment = [ir.Constant(I32, 4)]
 
 
@@ -94,6 +96,27 @@ def emit_narrow(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return builder.trunc(result, _V16 if is_vector else I16)
 
 
+def emit_scalar(builder: ir.IRBuilder, pointer: ir.Value, *, narrow: bool) -> ir.Value:
+    """Read one element as float32."""
+    value = builder.load(pointer)
+    if not narrow:
+        return value
+    return builder.bitcast(builder.shl(builder.zext(value, I32), ir.Constant(I32, 16)), F32)
+
+
+def emit_pair_line(builder: ir.IRBuilder, pointer: Callable[..., ir.Value], *, narrow: bool) -> tuple[ir.Value, ...]:
+    """Read the two rows of a pair line, see `pack.py`: as bfloat16 they alternate, as float32 one follows the other.
+
+    `pointer(to, more)` is where the line's element `more` lies, as a pointer to `to`.
+    """
+    if not narrow:
+        return tuple(emit_aligned(builder.load(pointer(V, more)), 4) for more in (0, LANES))
+    bits = emit_aligned(builder.load(pointer(VI)), 2)
+    high = emit_splat(builder, ir.Constant(I32, 0xFFFF0000), VI)
+    sixteen = emit_splat(builder, ir.Constant(I32, 16), VI)
+    return builder.bitcast(builder.shl(bits, sixteen), V), builder.bitcast(builder.and_(bits, high), V)
+
+
 def emit_aligned(instruction: Any, size: int) -> Any:
     instruction.align = size
     return instruction
@@ -136,11 +159,7 @@ def load_scalar(typingctx, array, index):
     narrow = array.dtype == types.uint16
 
     def codegen(context, builder, signature, values):
-        pointer = emit_address(context, builder, array, values[0], values[1])
-        value = builder.load(pointer)
-        if not narrow:
-            return value
-        return builder.bitcast(builder.shl(builder.zext(value, I32), ir.Constant(I32, 16)), F32)
+        return emit_scalar(builder, emit_address(context, builder, array, values[0], values[1]), narrow=narrow)
 
     return types.float32(array, types.intp), codegen
 
@@ -175,32 +194,38 @@ def store_scalar(typingctx, array, index, value):
 
 
 @intrinsic
-def load_pair(typingctx, array, index):
-    """Return the two registers of a pair line: rows 2i and 2i + 1 of a packed matrix, see `pack.py`.
+def add_pair(typingctx, sums, packed, index, a, i):
+    """Return `sums` + a[i] * row 2p + a[i + 1] * row 2p + 1 of a packed matrix, whose pair line begins at `index`.
 
-    32 elements from `index`: as bfloat16 the rows alternate, as float32 one follows the other.
+    Where the CPU has an instruction for it, as for AMX's tiles, each product of bfloat16 is exact.
     """
-    narrow = array.dtype == types.uint16
+    narrow = packed.dtype == types.uint16
 
     def codegen(context, builder, signature, values):
-        if narrow:
-            bits = emit_aligned(builder.load(emit_pointer(context, builder, array, values[0], values[1], VI)), 2)
-            high = emit_splat(builder, ir.Constant(I32, 0xFFFF0000), VI)
-            sixteen = emit_splat(builder, ir.Constant(I32, 16), VI)
-            even = builder.bitcast(builder.shl(bits, sixteen), V)
-            odd = builder.bitcast(builder.and_(bits, high), V)
-        else:
-            even = emit_aligned(builder.load(emit_pointer(context, builder, array, values[0], values[1], V)), 4)
-            second = builder.add(values[1], ir.Constant(values[1].type, LANES))
-            odd = emit_aligned(builder.load(emit_pointer(context, builder, array, values[0], second, V)), 4)
-        return context.make_tuple(builder, signature.return_type, (even, odd))
+        sums, line, index, left, i = values
 
-    return types.UniTuple(vector, 2)(array, types.intp), codegen
+        def pointer(to: ir.Type, more: int = 0) -> Any:
+            at = builder.add(index, ir.Constant(index.type, more))
+            return emit_pointer(context, builder, packed, line, at, to)
+
+        if narrow and cpu.ROUNDS_BF16:
+            both = emit_aligned(builder.load(emit_pointer(context, builder, a, left, i, I32)), 2)
+            factors = builder.bitcast(emit_splat(builder, both, VI), _V32_BF16)
+            rows = emit_aligned(builder.load(pointer(_V32_BF16)), 2)
+            return emit_call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", V, [sums, rows, factors])
+        even, odd = emit_pair_line(builder, pointer, narrow=narrow)
+        for more, row in enumerate((even, odd)):
+            at = builder.add(i, ir.Constant(i.type, more))
+            factor = emit_scalar(builder, emit_address(context, builder, a, left, at), narrow=narrow)
+            sums = emit_call(builder, "llvm.fma.v16f32", V, [emit_splat(builder, factor, V), row, sums])
+        return sums
+
+    return vector(vector, packed, types.intp, a, types.intp), codegen
 
 
 @intrinsic
 def store_pair(typingctx, array, index, even, odd):
-    """Write two registers as a pair line, the reverse of `load_pair`."""
+    """Write two registers as a pair line, see `pack.py`."""
     narrow = array.dtype == types.uint16
 
     def codegen(context, builder, signature, values):

@@ -34,11 +34,13 @@ def copy_scalar(source, source_at, target, target_at):
 
 
 @njit
-def copy_pair(source, line, line_at, back):
+def store_pair(source, line, line_at):
     simd.store_pair(line, line_at, load(source, 0), load(source, 16))
-    even, odd = simd.load_pair(line, line_at)
-    store(back, 0, even)
-    store(back, 16, odd)
+
+
+@njit
+def add_pair(sums, line, line_at, factors, at):
+    store(sums, 0, simd.add_pair(load(sums, 0), line, line_at, factors, at))
 
 
 @njit
@@ -127,14 +129,25 @@ def test_a_scalar_is_stored_and_loaded_alone(kind: Any, values: Any, at: int) ->
 
 @few
 @given(values=lanes(ordinary, 32))
-def test_a_pair_line_comes_back(kind: Any, values: Any) -> None:
-    line, back = np.full(32 + 2 * GUARD, 3, kind.dtype), np.zeros(32, np.float32)
-    copy_pair(values, line, GUARD, back)
+def test_a_pair_line_lies_as_packed_matrices_do(kind: Any, values: Any) -> None:
+    line = np.full(32 + 2 * GUARD, 3, kind.dtype)
+    store_pair(values, line, GUARD)
     rounded = kind.elements(values)
     wanted = rounded.reshape(2, 16).T.ravel() if kind.dtype is np.uint16 else rounded
     assert same_or_nan(kind, line[GUARD:-GUARD], wanted)
     assert (np.delete(line, np.s_[GUARD:-GUARD]) == 3).all()
-    assert np.array_equal(back, kind.numbers(rounded), equal_nan=True)
+
+
+@few
+@given(values=lanes(moderate, 32), factors=lanes(moderate, 2), start=lanes(moderate))
+def test_a_pair_lines_products_are_added(kind: Any, values: Any, factors: Any, start: Any) -> None:
+    line, two, sums = np.full(32 + 2 * GUARD, 3, kind.dtype), np.full(2 + 2 * GUARD, 3, kind.dtype), start.copy()
+    store_pair(values, line, GUARD)
+    two[GUARD:-GUARD] = kind.elements(factors)
+    add_pair(sums, line, GUARD, two, GUARD)
+    rows = kind.numbers(kind.elements(values)).astype(np.float64).reshape(2, 16)
+    parts = np.stack([start, *(rows * kind.numbers(kind.elements(factors)).astype(np.float64)[:, None])])
+    assert np.abs(sums - parts.sum(0)).max() <= np.finfo(np.float32).eps * 2 * np.abs(parts).sum(0).max() + 1e-30
 
 
 @few
