@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from numba import njit
 
-from pdactors.kernels.chunk import ask, clear, collect, put_down, score, take_up
+from pdactors.kernels.chunk import FEW, ask, blank, clear, collect, put_down, score, take_up
 from pdactors.kernels.pack import DEPTH, ROWS
 from pdactors.kernels.powers import exp2, exp2_for
 from pdactors.kernels.product import tiled
@@ -157,6 +157,8 @@ def attend(
     scores, coming = floats_at, floats_at + DEPTH * LANES
     sums = floats_at + 2 * DEPTH * LANES
     weights, tail = elements_at, elements_at + DEPTH * LANES
+    few = num_columns <= FEW
+    blank(arena, few, floats, floats_at)
     for c in range(LANES):  # how many tokens each column sees; those that are not there see one
         floats[scores + c] = past + (first + c) // group + 1 if c < num_columns else 1
     seen = load(floats, scores)
@@ -167,7 +169,7 @@ def attend(
     top, total, factor = splat(_NEVER), splat(0.0), splat(scale)
     clear(arena, head_dim, floats, sums)
     at_keys, at_values = _chunk(table, num_table, 0, block_tokens, block_stride, head_dim, keys, values)
-    score(arena, at_keys, queries, query_at, head_dim, floats, scores, False, 0)
+    score(arena, at_keys, queries, query_at, few, head_dim, floats, scores, False, 0)
     near_keys, near_values = _chunk(
         table, num_table, min(DEPTH, last), block_tokens, block_stride, head_dim, keys, values
     )
@@ -182,7 +184,7 @@ def attend(
             prefetch(arena, far_keys)
             prefetch(arena, far_values)
         if token < last:  # the next chunk's products run beside this chunk's arithmetic
-            score(arena, at_keys, queries, query_at, head_dim, floats, coming, streams, near_keys)
+            score(arena, at_keys, queries, query_at, few, head_dim, floats, coming, streams, near_keys)
         elif streams:
             _ask_all(arena, near_keys, head_dim, DEPTH)
         if token + DEPTH > least:
@@ -197,13 +199,13 @@ def attend(
         total = total + _probabilities(arena, floats, scores, factor, top, elements, weights)
         if token + DEPTH <= context:
             collect(
-                arena, values_now, block_tokens, elements, weights, head_dim, floats, sums, streams, near_values
+                arena, values_now, block_tokens, elements, weights, few, head_dim, floats, sums, streams, near_values
             )
         else:
             if streams:
                 _ask_all(arena, near_values, head_dim, block_tokens)
             _copy_seen(arena, values_now, head_dim, block_tokens, context - token, elements, tail)
-            collect(elements, tail, DEPTH, elements, weights, head_dim, floats, sums, False, 0)
+            collect(elements, tail, DEPTH, elements, weights, few, head_dim, floats, sums, False, 0)
         scores, coming = coming, scores
     put_down(arena, head_dim, floats, sums)
     store(floats, scores, splat(1.0) / total)

@@ -15,16 +15,21 @@ from numba.extending import overload
 
 from pdactors.kernels import cpu
 from pdactors.kernels.pack import DEPTH, ROWS
-from pdactors.kernels.simd import LANES, add_pair, load, prefetch, splat, store
+from pdactors.kernels.simd import LANES, add_pair, add_tile, load, load_four, prefetch, splat, store, store_four
 from pdactors.kernels.tiles import tile_load, tile_multiply, tile_store, tile_zero
 
+FEW = 4  # columns: 16 rows of so many fit into registers side by side
+_HAS_LANES = cpu.HAS_AVX512
 _HELD = 4 * ROWS  # so many rows of O fit into tiles; there are four left for the products
 
 
 def score(
-    arena: Any, keys: int, queries: Any, at: int, head_dim: int, out: Any, to: int, streams: bool, later: int
+    arena: Any, keys: int, queries: Any, at: int, few: bool, head_dim: int, out: Any, to: int, streams: bool, later: int
 ) -> None:
-    """Write the products of 32 tokens' K with 16 queries, `[32, 16]`; if it `streams`, ask for the K at `later`."""
+    """Write the products of 32 tokens' K with 16 queries, `[32, 16]`; if it `streams`, ask for the K at `later`.
+
+    If there are `few` queries, up to `FEW`, the other columns may be left as they are, here as in `collect`.
+    """
     raise NotImplementedError("only inside compiled code")
 
 
@@ -34,6 +39,7 @@ def collect(
     stride: int,
     weights: Any,
     at: int,
+    few: bool,
     head_dim: int,
     out: Any,
     to: int,
@@ -44,6 +50,11 @@ def collect(
 
     If it `streams`, ask for the V at `later`.
     """
+    raise NotImplementedError("only inside compiled code")
+
+
+def blank(source: Any, few: bool, out: Any, to: int) -> None:
+    """Set two chunks' scores to zero, as far as `score` leaves columns as they are."""
     raise NotImplementedError("only inside compiled code")
 
 
@@ -84,10 +95,10 @@ def _ask(array, at, stride):
 
 
 @overload(score)
-def _score(arena, keys, queries, at, head_dim, out, to, streams, later):
+def _score(arena, keys, queries, at, few, head_dim, out, to, streams, later):
     if _on_tiles(arena):
 
-        def on_tiles(arena, keys, queries, at, head_dim, out, to, streams, later):
+        def on_tiles(arena, keys, queries, at, few, head_dim, out, to, streams, later):
             tile_zero(4)
             tile_zero(5)
             for i in range(0, head_dim, DEPTH):
@@ -105,21 +116,24 @@ def _score(arena, keys, queries, at, head_dim, out, to, streams, later):
 
         return on_tiles
 
-    def on_registers(arena, keys, queries, at, head_dim, out, to, streams, later):
-        for row in range(0, DEPTH, 8):
-            _eight_rows(arena, keys + row * head_dim, head_dim, head_dim, queries, at, out, to + row * LANES, False)
-        if streams:
-            for i in range(0, head_dim, ROWS):
-                ask(arena, later + i * DEPTH, DEPTH)
+    def on_registers(arena, keys, queries, at, few, head_dim, out, to, streams, later):
+        each = head_dim * ROWS // DEPTH  # of what comes later, for 16 rows of this chunk
+        for row in range(0, DEPTH, ROWS):
+            _sixteen_rows(
+                arena, keys + row * head_dim, head_dim, head_dim, queries, at, few, out, to + row * LANES, False
+            )
+            if streams:
+                for i in range(row // ROWS * each, (row // ROWS + 1) * each, ROWS):
+                    ask(arena, later + i * DEPTH, DEPTH)
 
     return on_registers
 
 
 @overload(collect)
-def _collect(source, values, stride, weights, at, head_dim, out, to, streams, later):
+def _collect(source, values, stride, weights, at, few, head_dim, out, to, streams, later):
     if _on_tiles(source):
 
-        def on_tiles(source, values, stride, weights, at, head_dim, out, to, streams, later):
+        def on_tiles(source, values, stride, weights, at, few, head_dim, out, to, streams, later):
             tile_load(7, weights, at, DEPTH)
             if head_dim == _HELD:
                 quarter = ROWS * stride
@@ -150,12 +164,24 @@ def _collect(source, values, stride, weights, at, head_dim, out, to, streams, la
 
         return on_tiles
 
-    def on_registers(source, values, stride, weights, at, head_dim, out, to, streams, later):
-        for row in range(0, head_dim, 8):
-            _eight_rows(source, values + row * stride, stride, DEPTH, weights, at, out, to + row * LANES, True)
-        if streams:
-            for row in range(0, head_dim, ROWS):
+    def on_registers(source, values, stride, weights, at, few, head_dim, out, to, streams, later):
+        for row in range(0, head_dim, ROWS):
+            _sixteen_rows(source, values + row * stride, stride, DEPTH, weights, at, few, out, to + row * LANES, True)
+            if streams:
                 ask(source, later + row * stride, stride)
+
+    return on_registers
+
+
+@overload(blank)
+def _blank(source, few, out, to):
+    if _on_tiles(source):
+        return lambda source, few, out, to: None
+
+    def on_registers(source, few, out, to):
+        if few:
+            for i in range(0, 2 * DEPTH * LANES, LANES):
+                store(out, to + i, splat(0.0))
 
     return on_registers
 
@@ -201,6 +227,30 @@ def _take_up(source, head_dim, out, to):
             tile_load(3, out, to + 3 * ROWS * LANES, LANES)
 
     return on_tiles
+
+
+@njit(nogil=True)
+def _sixteen_rows(a, begin, stride, depth, packed, at, few, out, to, keeps):
+    """Write, or add if it `keeps`, the products of 16 rows of `a` with one column tile."""
+    if _HAS_LANES and few:
+        _few_columns(a, begin, stride, depth, packed, at, out, to, keeps)
+    else:
+        _eight_rows(a, begin, stride, depth, packed, at, out, to, keeps)
+        _eight_rows(a, begin + 8 * stride, stride, depth, packed, at, out, to + 8 * LANES, keeps)
+
+
+@njit(nogil=True)
+def _few_columns(a, begin, stride, depth, packed, at, out, to, keeps):
+    """Write, or add if it `keeps`, the products of 16 rows of `a` with the first columns of a column tile.
+
+    Rows are lanes here, so that no lane is idle; each sum is the one that `_eight_rows` gives.
+    """
+    zero = splat(0.0)
+    sums = load_four(out, to) if keeps else (zero, zero, zero, zero)
+    step = 64 // a.itemsize
+    for i in range(0, depth, step):
+        sums = add_tile(sums, a, begin + i, stride, packed, at + i * LANES)
+    store_four(out, to, sums)
 
 
 @njit(nogil=True)

@@ -8,7 +8,6 @@ from the array's first one, and **nothing checks them**: callers validate tables
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -49,6 +48,7 @@ VL = ir.VectorType(I64, LANES)
 VB = ir.VectorType(I1, LANES)
 _V16 = ir.VectorType(I16, LANES)
 V_BF16 = ir.VectorType(BF16, LANES)
+_V4 = ir.VectorType(F32, 4)
 _V32_BF16 = ir.VectorType(BF16, 2 * LANES)
 _gather_alignment = [ir.Constant(I32, 4)]
 
@@ -96,25 +96,40 @@ def emit_narrow(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return builder.trunc(result, _V16 if is_vector else I16)
 
 
-def emit_scalar(builder: ir.IRBuilder, pointer: ir.Value, *, narrow: bool) -> ir.Value:
-    """Read one element as float32."""
-    value = builder.load(pointer)
+def emit_products(
+    builder: ir.IRBuilder, sums: ir.Value, line: ir.Value, factors: ir.Value, *, narrow: bool
+) -> ir.Value:
+    """Add the products of two registers of 32-bit lanes: of one float32 each, or of two bfloat16, the lower first."""
     if not narrow:
-        return value
-    return builder.bitcast(builder.shl(builder.zext(value, I32), ir.Constant(I32, 16)), F32)
-
-
-def emit_pair_line(builder: ir.IRBuilder, pointer: Callable[..., ir.Value], *, narrow: bool) -> tuple[ir.Value, ...]:
-    """Read the two rows of a pair line, see `pack.py`: as bfloat16 they alternate, as float32 one follows the other.
-
-    `pointer(to, more)` is where the line's element `more` lies, as a pointer to `to`.
-    """
-    if not narrow:
-        return tuple(emit_aligned(builder.load(pointer(V, more)), 4) for more in (0, LANES))
-    bits = emit_aligned(builder.load(pointer(VI)), 2)
+        return emit_call(builder, "llvm.fma.v16f32", V, [builder.bitcast(line, V), builder.bitcast(factors, V), sums])
+    if cpu.ROUNDS_BF16:
+        pairs = [builder.bitcast(side, _V32_BF16) for side in (line, factors)]
+        return emit_call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", V, [sums, *pairs])
     high = emit_splat(builder, ir.Constant(I32, 0xFFFF0000), VI)
     sixteen = emit_splat(builder, ir.Constant(I32, 16), VI)
-    return builder.bitcast(builder.shl(bits, sixteen), V), builder.bitcast(builder.and_(bits, high), V)
+    even = [builder.bitcast(builder.shl(side, sixteen), V) for side in (line, factors)]
+    odd = [builder.bitcast(builder.and_(side, high), V) for side in (line, factors)]
+    return emit_call(builder, "llvm.fma.v16f32", V, [*odd, emit_call(builder, "llvm.fma.v16f32", V, [*even, sums])])
+
+
+def emit_transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
+    """Return the columns of 16 registers, or of each quarter of 4: swap ever larger blocks beside the diagonal."""
+    rows, size = list(rows), 1
+    while size < len(rows):
+        upper = [lane if not lane & size else LANES + lane - size for lane in range(LANES)]
+        lower = [LANES + lane if lane & size else lane + size for lane in range(LANES)]
+        for number in range(len(rows)):
+            if not number & size:
+                pair = rows[number], rows[number + size]
+                rows[number] = builder.shuffle_vector(*pair, ir.Constant(VI, upper))
+                rows[number + size] = builder.shuffle_vector(*pair, ir.Constant(VI, lower))
+        size *= 2
+    return rows
+
+
+def _joined(builder: ir.IRBuilder, first: ir.Value, second: ir.Value) -> ir.Value:
+    count = 2 * first.type.count
+    return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, count), [*range(count)]))
 
 
 def emit_aligned(instruction: Any, size: int) -> Any:
@@ -159,7 +174,10 @@ def load_scalar(typingctx, array, index):
     narrow = array.dtype == types.uint16
 
     def codegen(context, builder, signature, values):
-        return emit_scalar(builder, emit_address(context, builder, array, values[0], values[1]), narrow=narrow)
+        value = builder.load(emit_address(context, builder, array, values[0], values[1]))
+        if not narrow:
+            return value
+        return builder.bitcast(builder.shl(builder.zext(value, I32), ir.Constant(I32, 16)), F32)
 
     return types.float32(array, types.intp), codegen
 
@@ -202,25 +220,78 @@ def add_pair(typingctx, sums, packed, index, a, i):
     narrow = packed.dtype == types.uint16
 
     def codegen(context, builder, signature, values):
-        sums, line, index, left, i = values
-
-        def pointer(to: ir.Type, more: int = 0) -> Any:
-            at = builder.add(index, ir.Constant(index.type, more))
-            return emit_pointer(context, builder, packed, line, at, to)
-
-        if narrow and cpu.ROUNDS_BF16:
-            both = emit_aligned(builder.load(emit_pointer(context, builder, a, left, i, I32)), 2)
-            factors = builder.bitcast(emit_splat(builder, both, VI), _V32_BF16)
-            rows = emit_aligned(builder.load(pointer(_V32_BF16)), 2)
-            return emit_call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", V, [sums, rows, factors])
-        even, odd = emit_pair_line(builder, pointer, narrow=narrow)
-        for more, row in enumerate((even, odd)):
-            at = builder.add(i, ir.Constant(i.type, more))
-            factor = emit_scalar(builder, emit_address(context, builder, a, left, at), narrow=narrow)
-            sums = emit_call(builder, "llvm.fma.v16f32", V, [emit_splat(builder, factor, V), row, sums])
+        sums, right, index, left, i = values
+        for number in range(1 if narrow else 2):
+            at = builder.add(index, ir.Constant(index.type, number * LANES))
+            line = emit_aligned(builder.load(emit_pointer(context, builder, packed, right, at, VI)), 2)
+            at = builder.add(i, ir.Constant(i.type, number))
+            factor = emit_aligned(builder.load(emit_pointer(context, builder, a, left, at, I32)), 2)
+            sums = emit_products(builder, sums, line, emit_splat(builder, factor, VI), narrow=narrow)
         return sums
 
     return vector(vector, packed, types.intp, a, types.intp), codegen
+
+
+@intrinsic
+def add_tile(typingctx, sums, a, index, stride, packed, at):
+    """Return the `sums` of 16 rows of `a` with four columns, one column a register, with more products added.
+
+    They are those of each row's 64 bytes from `index` on, rows `stride` apart, with a packed column tile from `at` on:
+    the products that `add_pair` adds, in the same order.
+    """
+    narrow = packed.dtype == types.uint16
+    line = 2 * LANES if narrow else LANES  # elements in 64 bytes
+
+    def codegen(context, builder, signature, values):
+        columns, left, index, stride, right, at = values
+        rows = []
+        for number in range(LANES):
+            spot = builder.add(index, builder.mul(stride, ir.Constant(stride.type, number)))
+            rows.append(emit_aligned(builder.load(emit_pointer(context, builder, a, left, spot, VI)), line // LANES))
+        sums = [builder.extract_value(columns, number) for number in range(4)]
+        for step, lanes in enumerate(emit_transposed(builder, rows)):
+            for column in range(4):
+                spot = builder.add(at, ir.Constant(at.type, step * line + column * line // LANES))
+                bits = emit_pointer(context, builder, packed, right, spot, I32)
+                factors = emit_splat(builder, emit_aligned(builder.load(bits), line // LANES), VI)
+                sums[column] = emit_products(builder, sums[column], lanes, factors, narrow=narrow)
+        return context.make_tuple(builder, signature.return_type, sums)
+
+    return sums(sums, a, types.intp, types.intp, packed, types.intp), codegen
+
+
+@intrinsic
+def load_four(typingctx, array, index):
+    """Return the first four columns of float32 `[16, 16]`, one a register."""
+
+    def codegen(context, builder, signature, values):
+        parts = []
+        for row in range(LANES):
+            at = builder.add(values[1], ir.Constant(values[1].type, row * LANES))
+            parts.append(emit_aligned(builder.load(emit_pointer(context, builder, array, values[0], at, _V4)), 4))
+        rows = []
+        for first in range(4):
+            halves = [_joined(builder, parts[first + 8 * half], parts[first + 8 * half + 4]) for half in range(2)]
+            rows.append(_joined(builder, *halves))
+        return context.make_tuple(builder, signature.return_type, emit_transposed(builder, rows))
+
+    return types.UniTuple(vector, 4)(array, types.intp), codegen
+
+
+@intrinsic
+def store_four(typingctx, array, index, columns):
+    """Write the first four columns of float32 `[16, 16]`, the reverse of `load_four`."""
+
+    def codegen(context, builder, signature, values):
+        rows = emit_transposed(builder, [builder.extract_value(values[2], number) for number in range(4)])
+        for row in range(LANES):
+            lanes = [*range(row // 4 * 4, row // 4 * 4 + 4)]
+            part = builder.shuffle_vector(rows[row % 4], rows[row % 4], ir.Constant(ir.VectorType(I32, 4), lanes))
+            at = builder.add(values[1], ir.Constant(values[1].type, row * LANES))
+            emit_aligned(builder.store(part, emit_pointer(context, builder, array, values[0], at, _V4)), 4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, columns), codegen
 
 
 @intrinsic

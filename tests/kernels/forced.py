@@ -26,7 +26,9 @@ def main(hidden: set[str]) -> None:
     for kind in KINDS:
         test_simd.test_a_register_is_stored_rounded_to_nearest_even(kind)
         test_simd.test_ties_are_rounded_to_even(kind)
-        test_simd.test_a_pair_line_comes_back(kind)
+        test_simd.test_a_pair_line_lies_as_packed_matrices_do(kind)
+        test_simd.test_a_pair_lines_products_are_added(kind)
+        test_simd.test_rows_as_lanes_give_the_sums_that_columns_as_lanes_give(kind)
         test_product.test_a_product_is_that_of_numpy(kind)
         test_product.test_a_row_is_the_same_whatever_is_beside_it(kind)
         test_product.test_a_gated_product_is_that_of_numpy(kind)

@@ -44,6 +44,20 @@ def add_pair(sums, line, line_at, factors, at):
 
 
 @njit
+def add_tile(out, to, rows, at, stride, packed, packed_at):
+    simd.store_four(out, to, simd.add_tile(simd.load_four(out, to), rows, at, stride, packed, packed_at))
+
+
+@njit
+def add_pairs(out, to, rows, at, stride, packed, packed_at, count):
+    for row in range(16):
+        sums = load(out, to + row * 16)
+        for i in range(0, count, 2):
+            sums = simd.add_pair(sums, packed, packed_at + i * 16, rows, at + row * stride + i)
+        store(out, to + row * 16, sums)
+
+
+@njit
 def powers(values, fine, coarse):
     for i in range(0, len(values), 16):
         store(fine, i, exp2(load(values, i)))
@@ -148,6 +162,24 @@ def test_a_pair_lines_products_are_added(kind: Any, values: Any, factors: Any, s
     rows = kind.numbers(kind.elements(values)).astype(np.float64).reshape(2, 16)
     parts = np.stack([start, *(rows * kind.numbers(kind.elements(factors)).astype(np.float64)[:, None])])
     assert np.abs(sums - parts.sum(0)).max() <= np.finfo(np.float32).eps * 2 * np.abs(parts).sum(0).max() + 1e-30
+
+
+@few
+@given(seed=st.integers(0, 1 << 30), gap=st.integers(0, 9))
+def test_rows_as_lanes_give_the_sums_that_columns_as_lanes_give(kind: Any, seed: int, gap: int) -> None:
+    random = np.random.default_rng(seed)
+    count = 64 // np.dtype(kind.dtype).itemsize
+    stride = count + 2 * gap
+    rows = kind.elements(random.standard_normal(16 * stride + 2 * GUARD).astype(np.float32))
+    packed = kind.elements(random.standard_normal(16 * count + 2 * GUARD).astype(np.float32))
+    out = random.standard_normal(256 + 2 * GUARD).astype(np.float32)
+    wanted, before = out.copy(), out.copy()
+    add_tile(out, GUARD, rows, GUARD, stride, packed, GUARD)
+    add_pairs(wanted, GUARD, rows, GUARD, stride, packed, GUARD, count)
+    found, wanted, former = (x[GUARD:-GUARD].reshape(16, 16) for x in (out, wanted, before))
+    assert np.array_equal(found[:, :4], wanted[:, :4])
+    assert np.array_equal(found[:, 4:], former[:, 4:]), "other columns are touched"
+    assert np.array_equal(np.delete(out, np.s_[GUARD:-GUARD]), np.delete(before, np.s_[GUARD:-GUARD]))
 
 
 @few
