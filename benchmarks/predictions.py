@@ -6,7 +6,7 @@
 Rates are shares of the highest one that the simulator finds the first mode to hold within the objective, so that
 neither is idle nor overloaded. A prediction is off by |predicted / measured - 1|; `spread` is how far two rounds of the
 measurement itself differ, (largest - smallest) / median. Prints a table in Markdown, then the medians, and how
-many pairs of modes whose measured goodput differs by more than a tenth are ranked alike. Mode kvstore is not simulated.
+many pairs of modes whose measured goodput differs by more than a tenth are ranked alike.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from pathlib import Path
 
 from pdactors.bench.figures import Figures, Objective
 from pdactors.bench.results import Load, ServerResult
-from pdactors.bench.serve import Traffic, bench_serve
-from pdactors.sim.cluster import MODES
+from pdactors.bench.serve import MODES, Traffic, bench_serve
 from pdactors.sim.simulate import Costs, simulate
 
 SHARES = (0.4, 0.8)

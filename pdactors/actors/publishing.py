@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from pdactors.messages import Prefilled, Publish
+from pdactors.engine.runner import Engine
+from pdactors.engine.sequence import Sequence
+from pdactors.kv.blocks import BlockPool
+from pdactors.messages import Message, Prefilled, Publish
 
-if TYPE_CHECKING:
-    from pdactors.actors.engine import EngineActor
-    from pdactors.engine.sequence import Sequence
+
+class Publisher(Protocol):
+    """Who has sequences, and KV of theirs to give away."""
+
+    pool: BlockPool
+    migrator: str  # who keeps the node's store
+
+    @property
+    def engine(self) -> Engine:
+        """Return what schedules them."""
+
+    @property
+    def has_store(self) -> bool:
+        """Say whether there is one now."""
+
+    def tell(self, name: str, message: Message) -> bool:
+        """Send; False if it cannot be."""
 
 
-def publish(actor: EngineActor, sequence: Sequence, done: Prefilled | None = None) -> bool:
+def publish(actor: Publisher, sequence: Sequence, done: Prefilled | None = None) -> bool:
     """Give the store what can be found of the sequence's own blocks, and with `done` all of them; between two steps.
 
     False: there is no store, or it cannot be reached, and everything is as it was.

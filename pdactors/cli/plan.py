@@ -70,9 +70,8 @@ def command(
     from pdactors.bench.report import check_plots
     from pdactors.bench.workload import WORKLOADS as MIXES
     from pdactors.engine.store import progress_bar
-    from pdactors.sim.cluster import MODES
     from pdactors.sim.hardware import find_hardware
-    from pdactors.sim.plan import Planner
+    from pdactors.sim.plan import MODES, Planner
     from pdactors.sim.plan_report import make_report
     from pdactors.sim.shapes import ModelSize
 

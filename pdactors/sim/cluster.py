@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from pdactors.bench.load import Record
 from pdactors.bench.workload import Request
-from pdactors.config.cluster import ClusterConfig, Mode
+from pdactors.config.cluster import ClusterConfig
 from pdactors.engine.limits import EngineLimits
 from pdactors.engine.sequence import Sequence
 from pdactors.errors import ConfigError
@@ -40,7 +40,6 @@ from pdactors.sim.shapes import ModelSize
 from pdactors.token_ids import TokenIds
 
 GATEWAY = "gateway"
-MODES: tuple[Mode, ...] = ("colocated", "chunked", "disaggregated")  # that can be simulated
 
 
 @dataclass(eq=False)
@@ -71,8 +70,8 @@ class SimCluster:
         wants_gaps: bool = True,
         knows_caches: bool = True,
     ) -> None:
-        if config.cluster.mode not in MODES:
-            raise ConfigError(f"cluster.mode {config.cluster.mode} cannot be simulated")
+        if config.mooncake:
+            raise ConfigError(f"kv.store {config.kv.store} cannot be simulated; arena can")
         if config.kv.prune < 1:
             raise ConfigError("kv.prune cannot be simulated")
         self.config = config
@@ -97,6 +96,7 @@ class SimCluster:
             eos_ids=frozenset(),
             prefix_key=key,
             prompts_first=config.cluster.mode == "colocated",
+            caches=not config.has_store,
         )
         hosts: dict[str, Host] = {}
         self.nodes: dict[str, SimNode] = {}
@@ -118,7 +118,8 @@ class SimCluster:
             policy=config.router.policy,
             max_distance=config.router.max_distance,
             transport=config.kv.transport,
-            overlaps=config.kv.overlap,
+            overlaps=config.kv.overlap and not config.has_store,
+            has_store=config.has_store,
             data_transport=config.data_transport if config.moves_kv else "",
         )
 
@@ -133,7 +134,7 @@ class SimCluster:
 
     def _start(self) -> None:
         for node in self.nodes.values():
-            if self.config.moves_kv:
+            if self.config.migrators_own:
                 self.dispatcher.migrator_ready(node.mover.member, 0.0)
         for engine in self.engines.values():
             self.dispatcher.joined(engine.member, engine.load(), 0.0)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pdactors.actors.publishing import publish
 from pdactors.engine.limits import EngineLimits
 from pdactors.engine.sequence import Sequence
 from pdactors.engine.step import Outcome, Step
@@ -26,6 +27,7 @@ from pdactors.messages import (
     Prefill,
     Prefilled,
     Priority,
+    Publish,
     Release,
     Segment,
 )
@@ -70,6 +72,7 @@ class SimEngine:
         self.cost = node.router.decode_cost if member.role == "decode" else node.cost
         self.pool = BlockPool()
         self.engine = VirtualEngine(node.layout, self.pool, limits)
+        self.migrator = f"{node.section.name}/migrator"
         self.owner = Owner(self.pool, lambda: self.engine.num_unreserved)
         self.busy_s = 0.0
         self.num_steps = 0
@@ -246,19 +249,20 @@ class SimEngine:
     # ---- Sequences --------
 
     def _hand_over(self, sequence: Sequence) -> None:
-        name = self.member.name
-        lease = self.node.leases.lend(name, sequence.key, self.pool, sequence.own_blocks)
-        handle = KVHandle(
-            node=self.member.node,
-            owner=name,
-            layout="",
-            segments=sequence.table_segments(name, lease),
-            num_tokens=sequence.num_stored,
-        )
+        """Through the store where there is one, else under a lease of ours."""
+        if not publish(self, sequence, self._done(sequence)):
+            lease = self.node.leases.lend(self.member.name, sequence.key, self.pool, sequence.own_blocks)
+            self._tell_router(self._done(sequence, lease))
         if sequence.segments:
             self._behind[sequence.key] = sequence.leases
         self.engine.remove(sequence)
-        self._tell_router(Prefilled(*sequence.key, 0, handle, self.node.clock.now))
+
+    def _done(self, sequence: Sequence, lease: Lease | None = None) -> Prefilled:
+        """Describe a hand-over under our lease; without one it names only what the sequence borrows."""
+        name = self.member.name
+        segments = sequence.table_segments(name, lease)
+        handle = KVHandle(self.member.node, name, "", segments, sequence.num_stored)
+        return Prefilled(*sequence.key, 0, handle, self.node.clock.now)
 
     def _announce(self, took_part: list[Sequence]) -> None:
         for sequence in [sequence for sequence in took_part if sequence in self.engine.running]:
@@ -272,6 +276,7 @@ class SimEngine:
                 self.node.tell_mover(message)
 
     def _leave(self, sequence: Sequence) -> None:
+        publish(self, sequence)
         self.engine.remove(sequence)
         self._give_back(sequence)
 
@@ -300,6 +305,24 @@ class SimEngine:
             self._give_back(sequence)
 
     # ---- Telling --------
+
+    @property
+    def has_store(self) -> bool:
+        """Say whether the node has one."""
+        return self.node.config.has_store
+
+    def tell(self, name: str, message: Message) -> bool:
+        """Have the node's migrator own what we published, one message later."""
+        assert name == self.migrator
+        assert isinstance(message, Publish)
+        self.node.clock.after(self.node.cost.control_s, self._published, message)
+        return True
+
+    def _published(self, message: Publish) -> None:
+        self.node.mover.publish(self.owner, message)
+        for engine in self.node.engines.values():  # what is in the store can be evicted
+            if engine.engine.waiting:
+                engine.wake()
 
     def _tell_router(self, message: Message) -> None:
         self.node.router.post(self.member.name, message)

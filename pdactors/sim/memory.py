@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from pdactors.actors.extent_keeper import STEP_BLOCKS
 from pdactors.kv.blocks import BlockPool
 from pdactors.kv.layout import KVLayout
 from pdactors.messages import Lease
@@ -35,15 +36,24 @@ class Owner:
 
 
 class NodeMemory:
-    """Grants and recalls extents as a node's migrator does, by the same policy and at once."""
+    """Grants and recalls extents as a node's migrator does, by the same policy and at once.
 
-    def __init__(self, num_blocks: int, num_engines: int, num_owners: int, sequence_blocks: int) -> None:
-        self.extent_blocks = max(1, min(MAX_EXTENT_BLOCKS, num_blocks // (16 * num_engines)))
+    Where there is a `store` extents are single blocks, which engines give to it one by one; it alone keeps what nobody
+    uses, and loses that when somebody lacks memory.
+    """
+
+    def __init__(
+        self, num_blocks: int, num_engines: int, num_owners: int, sequence_blocks: int, store: Owner | None = None
+    ) -> None:
+        share = num_blocks // (16 * num_engines)
+        self.extent_blocks = 1 if store else max(1, min(MAX_EXTENT_BLOCKS, share))
+        self._step = max(self.extent_blocks, min(STEP_BLOCKS, share))
+        self._store = store
         self._num_extents = -(-num_blocks // self.extent_blocks)
         self._num_blocks = num_blocks
         self._num_owners = num_owners
         self._minimum = extents.guaranteed(self._num_extents, num_owners, -(-sequence_blocks // self.extent_blocks))
-        self._reserve = extents.reserve(self._num_extents, num_owners)
+        self._reserve = 0 if store else extents.reserve(self._num_extents, num_owners)
         self._owners: dict[int, Owner] = {}
         self._in_vain: Counter[int] = Counter()
         self._returned: list[range] = []
@@ -58,7 +68,7 @@ class NodeMemory:
     @property
     def spare_blocks(self) -> int:
         """With fewer to spare an owner asks for another extent."""
-        return (self.extent_blocks + 1) // 2
+        return (self._step + 1) // 2
 
     def add(self, owner: Owner) -> None:
         """Take an owner in, with its first extent."""
@@ -71,12 +81,18 @@ class NodeMemory:
         What lies idle is taken before anything is evicted.
         """
         spare = owner.num_unreserved()
-        wanted = -(-lacking // self.extent_blocks) or int(spare < self.spare_blocks)
+        missed = max(lacking, self._step if spare < self.spare_blocks else 0)
+        wanted = -(-missed // self.extent_blocks)
         me = next(number for number, other in self._owners.items() if other is owner)
+        if not wanted and self._store is not None:
+            return False
         if not wanted:
             empty = spare - (owner.pool.num_available - owner.pool.num_free)
             idle = -(-(2 * self.extent_blocks - empty) // self.extent_blocks)
             return empty < self.extent_blocks and self._grant(me, idle, self._num_free - self._reserve) > 0
+        if self._store is not None and owner is not self._store:
+            short = extents.shortage(wanted, me, self._owned(), self._num_free, self._minimum)
+            self._take_back(self._store, short, 0)
         granted = self._grant(me, wanted, self._num_free)
         if granted < wanted:
             self._recall(wanted - granted, me)
@@ -85,13 +101,20 @@ class NodeMemory:
             self._recall(self._reserve - self._num_free, me, kept=self.extent_blocks)
         return granted > 0
 
+    def give(self, owner: Owner, count: int) -> None:
+        """The store got blocks from an owner."""
+        assert self._store is not None
+        owner.num_extents -= count
+        self._store.num_extents += count
+
     @property
     def _num_free(self) -> int:
         return self._num_extents - self._num_given + len(self._returned)
 
     def _recall(self, wanted: int, number: int, kept: int = 0) -> None:
         """Have others return extents; each keeps so many blocks that nobody claims."""
-        for other, count in extents.recall(wanted, number, self._owned(), self._minimum, self._in_vain).items():
+        owned = {other: count for other, count in self._owned().items() if self._owners[other] is not self._store}
+        for other, count in extents.recall(wanted, number, owned, self._minimum, self._in_vain).items():
             self._in_vain[other] += 1
             if self._take_back(self._owners[other], count, kept):
                 del self._in_vain[other]
@@ -116,8 +139,9 @@ class NodeMemory:
         """Have an owner return extents that hold nothing live, as `ExtentKeeper.give_back` does; return how many."""
         spare = owner.num_unreserved() - kept
         former = owner.num_extents
-        for blocks in owner.pool.removable_extents()[:count] if spare > 0 else ():
-            if owner.num_extents <= self._minimum or spare < len(blocks):
+        minimum = self._minimum if owner in self._owners.values() else 0
+        for blocks in owner.pool.removable_extents()[:count] if count > 0 and spare > 0 else ():
+            if owner.num_extents <= minimum or spare < len(blocks):
                 break
             owner.pool.remove_extent(blocks)
             owner.num_extents -= 1

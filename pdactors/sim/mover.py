@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
 
 from pdactors.kv.blocks import BlockPool
+from pdactors.kv.store import ArenaStore
 from pdactors.messages import (
     Announce,
     Codec,
@@ -18,7 +21,9 @@ from pdactors.messages import (
     Migrate,
     Migrated,
     Pin,
+    Prefilled,
     Priority,
+    Publish,
     Release,
     Segment,
 )
@@ -67,6 +72,7 @@ class SimMover:
         self.pool = BlockPool()
         self.num_reserved = 0
         self.owner = Owner(self.pool, lambda: self.num_unreserved)
+        self._store = ArenaStore(self.pool, cast(Any, None))  # who reads what is in `node.leases`
         self.num_bytes = 0
         self._queue = TransferQueue()
         self._rates: dict[str, LinkRate] = defaultdict(LinkRate)
@@ -89,6 +95,24 @@ class SimMover:
             self._release((message.request, message.attempt))
         elif isinstance(message, Pin):
             self.node.lend_cached(self.member.name, self.pool, self.num_reserved, message)
+
+    # ---- What engines publish --------
+
+    def publish(self, sender: Owner, message: Publish) -> None:
+        """Own what an engine owned until now; a prompt goes on to the router under a lease of ours."""
+        self.node.memory.give(sender, len(message.blocks))
+        held = self._store.put(message.blocks, message.digests, message.part, message.parent)
+        self.node.tell_cache(self.member.name, self.pool)
+        if (done := message.done) is not None:
+            before = [block for segment in done.handle.segments for block in segment.blocks]
+            self._hand_over(done, (*before, *held))
+        self._store.free(held)
+
+    def _hand_over(self, done: Prefilled, blocks: tuple[int, ...]) -> None:
+        name = self.member.name
+        lease = self.node.leases.lend(name, (done.request, done.attempt), self.pool, blocks)
+        handle = KVHandle(self.member.node, name, "", (Segment(name, lease, 0, blocks),), done.handle.num_tokens)
+        self.node.router.post(name, msgspec.structs.replace(done, handle=handle))
 
     # ---- What leaves --------
 

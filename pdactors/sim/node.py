@@ -8,7 +8,7 @@ from pdactors.config.cluster import ClusterConfig, NodeSection
 from pdactors.engine.limits import EngineLimits
 from pdactors.kv.blocks import BlockPool
 from pdactors.kv.layout import KVLayout
-from pdactors.messages import Announce, CacheChanged, Member, Pin, Pinned, Release, Segment
+from pdactors.messages import CacheChanged, Member, Message, Pin, Pinned, Segment
 from pdactors.sim.clock import Clock
 from pdactors.sim.cost import CostModel
 from pdactors.sim.engine import SimEngine
@@ -39,9 +39,14 @@ class SimNode:
         engines = section.engines(self.config.cluster.mode)
         num_engines = sum(engines.values())
         moves = self.config.moves_kv
-        num_blocks = max(1, self.config.kv.memory_bytes // layout.block_bytes)
+        name = f"{section.name}/migrator"
+        self.mover = SimMover(self, Member(name, "migrator", section.name, section.rack, 0, 1, state="ready"))
         self.memory = NodeMemory(
-            num_blocks, max(1, num_engines), max(1, num_engines) + moves, layout.num_blocks(sequence_tokens)
+            max(1, self.config.kv.memory_bytes // layout.block_bytes),
+            max(1, num_engines),
+            max(1, num_engines) + moves,
+            layout.num_blocks(sequence_tokens),
+            self.mover.owner if self.config.has_store else None,
         )
         self.leases = Leases(self._lease_ended)
         names = [(role, f"{section.name}/{role}-{i}") for role, count in engines.items() for i in range(count)]
@@ -49,8 +54,6 @@ class SimNode:
             name: SimEngine(self, Member(name, role, section.name, section.rack, 0, 1, slot, "ready"), limits)
             for slot, (role, name) in enumerate(names)
         }
-        name = f"{section.name}/migrator"
-        self.mover = SimMover(self, Member(name, "migrator", section.name, section.rack, 0, 1, state="ready"))
         for engine in self.engines.values():
             self.memory.add(engine.owner)
         if moves:
@@ -68,7 +71,7 @@ class SimNode:
     def config(self) -> ClusterConfig:
         return self.router.config
 
-    def tell_mover(self, message: Announce | Release) -> None:
+    def tell_mover(self, message: Message) -> None:
         """Have the node's migrator hear something, one message later."""
         self.clock.after(self.cost.control_s, self.mover.receive, message)
 

@@ -28,7 +28,7 @@ from pdactors.config.cluster import (
 from pdactors.engine.manifest import Progress, silent
 from pdactors.engine.shape import ModelDtype
 from pdactors.errors import ConfigError
-from pdactors.sim.cluster import MODES, SimCluster
+from pdactors.sim.cluster import SimCluster
 from pdactors.sim.cost import CostModel, StepWork, roofline
 from pdactors.sim.hardware import Hardware
 from pdactors.sim.shapes import ModelSize
@@ -102,6 +102,10 @@ class PlanResult(Struct, frozen=True):
     others: list[Candidate]
     tried: int
     ratios: list[Ratio]
+
+
+# What sets kvstore apart is what it keeps for others, and a plan's prompts have nothing in common.
+MODES: tuple[Mode, ...] = ("colocated", "chunked", "disaggregated")
 
 
 @dataclass

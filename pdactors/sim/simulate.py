@@ -13,14 +13,14 @@ from pdactors.bench.load import Record
 from pdactors.bench.measure import PATIENCE_S
 from pdactors.bench.rate_search import RateSearch
 from pdactors.bench.results import ActorUse, GeneratorUse, Run, ServerResult, Try
-from pdactors.bench.serve import Outcome, Traffic, summarise
+from pdactors.bench.serve import MODES, Outcome, Traffic, summarise
 from pdactors.bench.trace import read_trace, trace_requests
 from pdactors.bench.workload import Request, Source, arrive, make_requests
 from pdactors.config.cluster import ClusterConfig, Mode
 from pdactors.config.load import load
 from pdactors.engine.manifest import Progress, silent
 from pdactors.errors import ConfigError
-from pdactors.sim.cluster import MODES, SimCluster
+from pdactors.sim.cluster import SimCluster
 from pdactors.sim.cost import CostModel, read_cost, roofline
 from pdactors.sim.hardware import find_hardware
 from pdactors.sim.shapes import ModelSize

@@ -10,7 +10,7 @@ from pdactors.sim.cost import StepWork
 from pdactors.sim.virtual_engine import VirtualEngine
 from tests.sim.conftest import some
 
-MODES = ("colocated", "chunked", "disaggregated")
+MODES = ("colocated", "chunked", "disaggregated", "kvstore")
 
 
 def settled(cluster):
@@ -36,7 +36,7 @@ def test_every_request_is_answered_in_full_and_nothing_stays_behind(make_cluster
     assert len(records) == 60
     assert all(record.error is None for record in records)
     assert all(record.num_tokens == len(record.stamps) == (64 if record.kind == "chat" else 16) for record in records)
-    assert {record.path for record in records} == ({"lease"} if mode == "disaggregated" else {"none"})
+    assert {record.path for record in records} == {"disaggregated": {"lease"}, "kvstore": {"store"}}.get(mode, {"none"})
     settled(cluster)
 
 
@@ -81,6 +81,35 @@ def test_kv_moves_between_nodes_and_nothing_stays_behind(make_cluster, two_nodes
     assert {record.path for record in records} == {"ucx"}
     assert all(record.error is None for record in records)
     settled(cluster)
+
+
+@pytest.mark.parametrize("sets", [(), ("kv.memory=110MiB",)])
+def test_stores_of_two_nodes_bring_each_other_what_they_lack(make_cluster, two_nodes, sets):
+    cluster = make_cluster(two_nodes, "cluster.mode=kvstore", *sets)
+    records = cluster.run(some(40, 1.0), patience_s=100)
+    assert {record.path for record in records} == {"ucx"}
+    assert all(record.error is None for record in records)
+    settled(cluster)
+
+
+@pytest.mark.parametrize("memory", ["40MiB", "24MiB"])
+def test_a_store_makes_room_for_whoever_lacks_memory(make_cluster, memory):
+    cluster = make_cluster(None, "cluster.mode=kvstore", f"kv.memory={memory}", "model.max_model_len=512")
+    records = cluster.run(some(60, 30.0, "chat"), patience_s=1000)
+    assert all(record.error is None for record in records)
+    settled(cluster)
+    (node,) = cluster.nodes.values()
+    owners = [*(engine.owner for engine in node.engines.values()), node.mover.owner]
+    assert [len(owner.pool.extents) for owner in owners] == [owner.num_extents for owner in owners]
+    assert sum(owner.num_extents for owner in owners) <= cluster.config.kv.memory_bytes // node.layout.block_bytes
+    assert node.mover.pool.account().cached > 0
+
+
+def test_what_was_published_outlives_its_sequence(make_cluster):
+    cluster = make_cluster(None, "cluster.mode=kvstore")
+    first, second = tuple(range(320)), (*range(320), *[0] * 40, *range(40))
+    asked = [Request("a", first, 41), Request("b", second, 2, at_s=60.0)]  # simulated answers are zeros
+    assert [record.cached_tokens for record in cluster.run(asked, patience_s=100)] == [0, 360]
 
 
 def test_a_codec_sends_less_and_overlap_hides_the_way(make_cluster, two_nodes):
