@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from numba import njit
 
-from pdactors.kernels.chunk import FEW, ask, blank, clear, collect, put_down, score, take_up
+from pdactors.kernels.chunk import FEW, ask, clear, collect, put_down, score, take_up
 from pdactors.kernels.pack import DEPTH, ROWS
+from pdactors.kernels.pairs import store_pair
 from pdactors.kernels.powers import exp2, exp2_for
 from pdactors.kernels.product import tiled
 from pdactors.kernels.simd import (
@@ -31,7 +32,6 @@ from pdactors.kernels.simd import (
     same,
     splat,
     store,
-    store_pair,
 )
 
 CHUNK = DEPTH  # tokens that are taken at once; it divides the blocks
@@ -157,17 +157,15 @@ def attend(
     scores, coming = floats_at, floats_at + DEPTH * LANES
     sums = floats_at + 2 * DEPTH * LANES
     weights, tail = elements_at, elements_at + DEPTH * LANES
-    few = num_columns <= FEW
-    blank(arena, few, floats, floats_at)
     for c in range(LANES):  # how many tokens each column sees; those that are not there see one
         floats[scores + c] = past + (first + c) // group + 1 if c < num_columns else 1
     seen = load(floats, scores)
     least, most = past + first // group + 1, past + (first + num_columns - 1) // group + 1
     last, next_last = (most - 1) // DEPTH * DEPTH, (next_context - 1) // DEPTH * DEPTH
     span = (table, num_table, last, next_table, next_last, next_plane)
-    streams = num_columns < LANES  # a prompt's KV is near already
+    few, streams = num_columns <= FEW, num_columns < LANES  # a prompt's KV is near already
     top, total, factor = splat(_NEVER), splat(0.0), splat(scale)
-    clear(arena, head_dim, floats, sums)
+    clear(arena, few, head_dim, floats, floats_at, sums)
     at_keys, at_values = _chunk(table, num_table, 0, block_tokens, block_stride, head_dim, keys, values)
     score(arena, at_keys, queries, query_at, few, head_dim, floats, scores, False, 0)
     near_keys, near_values = _chunk(

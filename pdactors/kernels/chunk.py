@@ -15,7 +15,8 @@ from numba.extending import overload
 
 from pdactors.kernels import cpu
 from pdactors.kernels.pack import DEPTH, ROWS
-from pdactors.kernels.simd import LANES, add_pair, add_tile, load, load_four, prefetch, splat, store, store_four
+from pdactors.kernels.pairs import add_pair, add_tile, load_four, store_four
+from pdactors.kernels.simd import LANES, load, prefetch, splat, store
 from pdactors.kernels.tiles import tile_load, tile_multiply, tile_store, tile_zero
 
 FEW = 4  # columns: 16 rows of so many fit into registers side by side
@@ -53,13 +54,8 @@ def collect(
     raise NotImplementedError("only inside compiled code")
 
 
-def blank(source: Any, few: bool, out: Any, to: int) -> None:
-    """Set two chunks' scores to zero, as far as `score` leaves columns as they are."""
-    raise NotImplementedError("only inside compiled code")
-
-
-def clear(source: Any, head_dim: int, out: Any, to: int) -> None:
-    """Set O to zero."""
+def clear(source: Any, few: bool, head_dim: int, out: Any, scores: int, to: int) -> None:
+    """Set O to zero, and of the scores, which lie before it, what `score` leaves as it is."""
     raise NotImplementedError("only inside compiled code")
 
 
@@ -173,26 +169,13 @@ def _collect(source, values, stride, weights, at, few, head_dim, out, to, stream
     return on_registers
 
 
-@overload(blank)
-def _blank(source, few, out, to):
-    if _on_tiles(source):
-        return lambda source, few, out, to: None
-
-    def on_registers(source, few, out, to):
-        if few:
-            for i in range(0, 2 * DEPTH * LANES, LANES):
-                store(out, to + i, splat(0.0))
-
-    return on_registers
-
-
 @overload(clear)
-def _clear(source, head_dim, out, to):
+def _clear(source, few, head_dim, out, scores, to):
     holds = _on_tiles(source)
 
-    def implementation(source, head_dim, out, to):
-        for i in range(0, head_dim * LANES, LANES):
-            store(out, to + i, splat(0.0))
+    def implementation(source, few, head_dim, out, scores, to):
+        for i in range(to if holds or not few else scores, to + head_dim * LANES, LANES):
+            store(out, i, splat(0.0))
         if holds:
             take_up(source, head_dim, out, to)
 

@@ -13,8 +13,9 @@ from numba.extending import overload
 
 from pdactors.kernels import cpu
 from pdactors.kernels.pack import COLUMNS, DEPTH, ROWS
+from pdactors.kernels.pairs import add_pair
 from pdactors.kernels.powers import exp2_for
-from pdactors.kernels.simd import LANES, add_pair, load, minimum, prefetch, splat, store
+from pdactors.kernels.simd import LANES, load, minimum, prefetch, splat, store
 from pdactors.kernels.threads import share
 from pdactors.kernels.tiles import tile_load, tile_multiply, tile_store, tile_zero
 

@@ -105,10 +105,10 @@ def is_listening(address: str) -> bool:
 def test_a_signal_to_the_supervisor_ends_everything_within_a_second(
     run_launch: Launch, home: Path, wait: Any, dial: Any, number: signal.Signals
 ) -> None:
-    launched = run_launch()
+    launched = run_launch(**{"model.max_model_len": 8000})
     line = dial(launched.tcp)
     plain = dial(launched.tcp)
-    line.send({"id": "a", "prompt": "^", **ALWAYS})
+    line.send({"id": "a", "prompt": "^", "max_tokens": 7900, "ignore_eos": True})
     plain.send("the cat sat")
     line.event()
     launched.process.send_signal(number)

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from pdactors.kernels import simd
+from pdactors.kernels import pairs, simd
 from pdactors.kernels.powers import exp2, exp2_coarse
 from pdactors.kernels.simd import load, store
 
@@ -35,17 +35,17 @@ def copy_scalar(source, source_at, target, target_at):
 
 @njit
 def store_pair(source, line, line_at):
-    simd.store_pair(line, line_at, load(source, 0), load(source, 16))
+    pairs.store_pair(line, line_at, load(source, 0), load(source, 16))
 
 
 @njit
 def add_pair(sums, line, line_at, factors, at):
-    store(sums, 0, simd.add_pair(load(sums, 0), line, line_at, factors, at))
+    store(sums, 0, pairs.add_pair(load(sums, 0), line, line_at, factors, at))
 
 
 @njit
 def add_tile(out, to, rows, at, stride, packed, packed_at):
-    simd.store_four(out, to, simd.add_tile(simd.load_four(out, to), rows, at, stride, packed, packed_at))
+    pairs.store_four(out, to, pairs.add_tile(pairs.load_four(out, to), rows, at, stride, packed, packed_at))
 
 
 @njit
@@ -53,7 +53,7 @@ def add_pairs(out, to, rows, at, stride, packed, packed_at, count):
     for row in range(16):
         sums = load(out, to + row * 16)
         for i in range(0, count, 2):
-            sums = simd.add_pair(sums, packed, packed_at + i * 16, rows, at + row * stride + i)
+            sums = pairs.add_pair(sums, packed, packed_at + i * 16, rows, at + row * stride + i)
         store(out, to + row * 16, sums)
 
 
