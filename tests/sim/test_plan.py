@@ -96,7 +96,6 @@ def test_what_no_cluster_holds_is_said_with_exit_status_1():
         (["--workload", "chat"], 2, "--workload and --lengths exclude each other"),
         (["--tp", "two"], 2, "write numbers of devices"),
         (["--modes", "fast"], 2, "'fast' is none of"),
-        (["--modes", "kvstore"], 1, "kvstore"),
     ],
 )
 def test_wrong_questions_are_refused(arguments, status, part):
