@@ -85,8 +85,9 @@ class Connections:
                 connection.cut()
 
     def cut(self, peer: bytes) -> None:
-        """End a peer's connection."""
-        if (connection := self._of.get(self._fd_of.get(peer, -1))) is not None:
+        """End a peer's connection, but not that of another who has got its number meanwhile."""
+        connection = self._of.get(self._fd_of.get(peer, -1))
+        if connection is not None and connection.peer == peer:
             connection.cut()
 
     def end(self, fd: int) -> None:
