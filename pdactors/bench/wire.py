@@ -217,14 +217,18 @@ async def _over_ucx(job: Job) -> Figures:
     start, back = (port.send, port.receive) if job.role == "send" else (port.receive, port.send)
     slots = asyncio.Semaphore(IN_FLIGHT)
 
+    def check(buffers: Sequence[memoryview]) -> None:
+        if job.kind == "checked":
+            checksum(np.frombuffer(buffer, np.uint8) for buffer in buffers)
+
     async def move(call: Callable[..., None], tag: int, buffers: Sequence[memoryview]) -> None:
         done: asyncio.Future[PDError | None] = asyncio.get_running_loop().create_future()
-        if job.kind == "checked" and call == port.send:
-            checksum(np.frombuffer(buffer, np.uint8) for buffer in buffers)
+        if call == port.send:
+            check(buffers)
         call("peer", tag, buffers, done.set_result)
         error = await done
-        if job.kind == "checked" and call == port.receive:
-            checksum(np.frombuffer(buffer, np.uint8) for buffer in buffers)
+        if call == port.receive:
+            check(buffers)
         slots.release()
         if error:
             raise error

@@ -269,13 +269,14 @@ class AsyncClient:
                 self._deliver(event)
 
     def _deliver(self, event: AnyEvent) -> None:
-        if isinstance(event, ErrorEvent) and event.code == Unauthorized.code and self._is_known:
+        is_unknown = isinstance(event, ErrorEvent) and event.code == Unauthorized.code
+        if is_unknown and self._is_known:
             self._introduce_again()  # it did know us, so it is another one, whatever it was asked
         elif event.id is None and isinstance(event, ErrorEvent):
             self._break(_error(event))
         elif event.id in self._inboxes:
-            is_late = isinstance(event, ErrorEvent) and event.code == Unauthorized.code  # asked before that was known
-            self._inboxes[event.id].put_nowait(ConnectionLost(RESTARTED) if is_late else event)
+            answer = ConnectionLost(RESTARTED) if is_unknown else event  # it was asked before that was known
+            self._inboxes[event.id].put_nowait(answer)
 
     def _introduce_again(self) -> None:
         self._is_known = False

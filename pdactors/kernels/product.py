@@ -211,9 +211,10 @@ def multiply(a, rows, w, at, inputs, outputs, out, width, adds, block, base, thr
             spot, later = at + left * inputs, at + (left + COLUMNS) * inputs
             for m in range(top, bottom, 2 * ROWS):
                 job = (block, former, out, target, column, m * width + left, width, adds)
-                _sums(job, pending, a, m * inputs, w, spot, depth, min(2 * ROWS, bottom - m), asks, later, block, now)
+                count = min(2 * ROWS, bottom - m)
+                _sums(job, pending, a, m * inputs, w, spot, depth, count, asks, later, block, now)
                 later += asks * depth * DEPTH
-                pending, target, column = min(2 * ROWS, bottom - m), m * width + left, left
+                pending, target, column = count, m * width + left, left
                 now, former = former, now
     for row in range(pending):
         _add_row(row, block, former, out, target, column, target, width, adds)
@@ -244,9 +245,10 @@ def multiply_gated(a, rows, w, at, inputs, outputs, out, depth_out, block, base,
         spot, later = at + n * COLUMNS * inputs, at + (n + 1) * COLUMNS * inputs
         for m in range(0, rows, 2 * ROWS):
             job = (block, former, out, first, column, depth_out)
-            _gates(job, pending, a, m * inputs, w, spot, depth, min(2 * ROWS, rows - m), asks, later, block, now)
+            count = min(2 * ROWS, rows - m)
+            _gates(job, pending, a, m * inputs, w, spot, depth, count, asks, later, block, now)
             later += asks * depth * DEPTH
-            pending, first, column = min(2 * ROWS, rows - m), m, n * LANES
+            pending, first, column = count, m, n * LANES
             now, former = former, now
     for row in range(pending):
         _gate_row(row, block, former, out, first, column, depth_out)

@@ -84,7 +84,7 @@ class NodeMemory:
         missed = max(lacking, self._step if spare < self.spare_blocks else 0)
         wanted = -(-missed // self.extent_blocks)
         me = next(number for number, other in self._owners.items() if other is owner)
-        if not wanted and self._store is not None:
+        if not wanted and self._store is not None:  # which alone keeps what nobody uses
             return False
         if not wanted:
             empty = spare - (owner.pool.num_available - owner.pool.num_free)

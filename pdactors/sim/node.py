@@ -8,7 +8,7 @@ from pdactors.config.cluster import ClusterConfig, NodeSection
 from pdactors.engine.limits import EngineLimits
 from pdactors.kv.blocks import BlockPool
 from pdactors.kv.layout import KVLayout
-from pdactors.messages import CacheChanged, Member, Message, Pin, Pinned, Segment
+from pdactors.messages import Announce, CacheChanged, Member, Pin, Pinned, Release, Segment
 from pdactors.sim.clock import Clock
 from pdactors.sim.cost import CostModel
 from pdactors.sim.engine import SimEngine
@@ -71,7 +71,7 @@ class SimNode:
     def config(self) -> ClusterConfig:
         return self.router.config
 
-    def tell_mover(self, message: Message) -> None:
+    def tell_mover(self, message: Announce | Release) -> None:
         """Have the node's migrator hear something, one message later."""
         self.clock.after(self.cost.control_s, self.mover.receive, message)
 

@@ -66,7 +66,8 @@ class Connections:
             return  # these were its last bytes
         connection.heard_s = now
         connection.taken_bytes += size + 1
-        if connection.peer != peer:
+        if connection.peer != peer:  # the former had this number before, and its last message was taken late
+            self._forget(connection, fd)
             connection.peer = peer
             self._fd_of[peer] = fd
 
@@ -85,9 +86,8 @@ class Connections:
                 connection.cut()
 
     def cut(self, peer: bytes) -> None:
-        """End a peer's connection, but not that of another who has got its number meanwhile."""
-        connection = self._of.get(self._fd_of.get(peer, -1))
-        if connection is not None and connection.peer == peer:
+        """End a peer's connection."""
+        if (connection := self._of.get(self._fd_of.get(peer, -1))) is not None:
             connection.cut()
 
     def end(self, fd: int) -> None:
@@ -95,8 +95,11 @@ class Connections:
         connection = self._of.pop(fd, None)
         if connection is not None:
             connection.socket.close()
-            if connection.peer is not None and self._fd_of.get(connection.peer) == fd:
-                del self._fd_of[connection.peer]
+            self._forget(connection, fd)
+
+    def _forget(self, connection: _Connection, fd: int) -> None:
+        if connection.peer is not None and self._fd_of.get(connection.peer) == fd:
+            del self._fd_of[connection.peer]
 
     def close(self) -> None:
         """Forget all."""
