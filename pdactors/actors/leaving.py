@@ -28,7 +28,7 @@ class Leaving:
     sent: dict[int, tuple[int, float]] = field(default_factory=dict)  # by transfer: bytes, and when
     tries: dict[int, int] = field(default_factory=dict)  # by first block
     num_reading: int = 0  # sends whose memory must stay
-    num_bytes: int = 0
+    num_bytes: int = 0  # on the wire, of what is stored
     num_stored: int = 0  # blocks
     is_over: bool = False
 

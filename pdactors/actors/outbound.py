@@ -215,7 +215,6 @@ class Outbound:
 
         def ended(_error: PDError | None) -> None:  # a lost connection ends every migration over it, see `peer_lost`
             leaving.num_reading -= 1
-            leaving.num_bytes += header.size
             if leaving.is_over:
                 self._let_go(leaving)
 
@@ -270,6 +269,7 @@ class Outbound:
             size, sent_s = leaving.sent.pop(message.transfer)
             self.rates[sender.name].note(size, sent_s, self._mover.clock())
             self._ended(leaving, transfer, size, sent_s, message.error)
+            leaving.num_bytes += 0 if message.error else size
         leaving.num_stored += 0 if message.error else transfer.num_blocks
         if message.error:
             tries = leaving.tries[transfer.start] = leaving.tries.get(transfer.start, 1) + 1

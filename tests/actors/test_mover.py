@@ -64,6 +64,28 @@ async def test_the_source_lets_go_once_all_has_arrived(world_of, until):
         assert not world[0].migrator.report().moves
 
 
+async def test_what_is_stored_counts_although_the_wire_has_not_said_that_it_was_sent(world_of, until):
+    """The receiver's word may be faster, and its memory stays borrowed until the wire's word is here."""
+    async with world_of() as world:
+        send, sent = world[0].port.send, []
+
+        def send_slowly(peer, tag, buffers, ended):
+            send(peer, tag, buffers, lambda error: sent.append(lambda: ended(error)))
+
+        world[0].port.send = send_slowly
+        world.migrate(world.handle())
+        message = await world.arrives()
+        counts = world[0].migrator.counts
+        await until(lambda: counts["migrations"])
+        assert counts["migrated_bytes"] == message.num_bytes == LAYOUT.num_blocks(100) * LAYOUT.block_bytes
+        assert world[0].mover.loans.borrowed
+        for ended in sent:
+            ended()
+        assert not world[0].mover.loans.borrowed
+        world.release()
+        await world.all_is_back()
+
+
 async def test_what_has_arrived_once_is_not_sent_again(world_of):
     async with world_of() as world:
         world.migrate(world.handle(100, "a"), "a")
@@ -174,6 +196,7 @@ async def test_a_damaged_byte_is_caught_and_sent_again(world_of):
         assert spoiled
         assert [(t.num_stored, t.num_failed) for t in map(transfers, world)] == [(1, 1), (1, 1)]
         assert {transfers(node).num_bytes for node in world} == {message.num_bytes}
+        assert world[0].migrator.counts["migrated_bytes"] == message.num_bytes
         assert message.num_bytes == LAYOUT.num_blocks(100) * LAYOUT.block_bytes
         world.release()
         await world.all_is_back()
