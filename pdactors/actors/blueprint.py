@@ -33,7 +33,6 @@ def check_available(config: ClusterConfig) -> None:
     """
     unavailable = [
         (config.kv.transport == "cuda_ipc", "kv.transport 'cuda_ipc'", "auto, lease or ucx"),
-        (config.router.local_prefill_tokens > 0, "router.local_prefill_tokens above 0", "0"),
         (config.has_store and config.kv.prune != 1.0, f"kv.prune {config.kv.prune} in mode kvstore", "1.0"),
         (any(node.device != "cpu" for node in config.node), "a node.device other than cpu", "cpu"),
     ]

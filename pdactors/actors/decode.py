@@ -1,4 +1,7 @@
-"""Decode: takes sequences over where their KV lies and generates until they end."""
+"""Decode: takes sequences over where their KV lies and generates until they end.
+
+Prompts of which hardly anything is left to compute come here at once (router.local_prefill_tokens).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pdactors.engine.sequence import Sequence
 from pdactors.errors import BadRequest, Refused, WorkerLost
 from pdactors.kv.layout import KVLayout
 from pdactors.kv.leases import LeaseLost
-from pdactors.messages import Adopted, Decode, KVHandle, Member
+from pdactors.messages import Adopted, Decode, KVHandle, Member, Prefill
 from pdactors.transport import Transport
 
 
@@ -34,6 +37,7 @@ class DecodeActor(EngineActor):
     def __init__(self, spec: ActorSpec, transport: Transport, model: PagedModel) -> None:
         super().__init__(spec, transport, model)
         self.accept(Decode, self._on_decode, "router")
+        self.accept(Prefill, self.take_prompt, "router")
 
     def _on_decode(self, _sender: Member, message: Decode) -> None:
         """Accept the lease at once, so that it is held while the sequence waits for room."""
@@ -70,5 +74,8 @@ class DecodeActor(EngineActor):
         sequence.set_tail_apart(handle.num_tokens, self.spec.layout.block_tokens)
 
     def admitted(self, sequence: Sequence) -> None:
+        if sequence.handle is None:
+            super().admitted(sequence)
+            return
         sequence.adopted_s = self.clock()
         self.tell(ROUTER, Adopted(sequence.request, sequence.attempt))

@@ -67,21 +67,10 @@ class Router(Actor):
         config = spec.config
         self.members: dict[str, Member] = {}
         self.dispatcher = Dispatcher(
-            Limits(
-                block_tokens=config.kv.block_tokens,
+            Limits.of(
+                config,
                 max_model_len=spec.model.max_model_len,
-                max_queue=config.router.max_queue,
-                request_timeout_s=config.router.request_timeout_s,
                 prefix_key=cache_key(spec.model.fingerprint, spec.layout.fingerprint),
-                policy=config.router.policy,
-                max_distance=config.router.max_distance,
-                transport=config.kv.transport,
-                # which tokens stay is known at the end, and a store gets what is whole
-                overlaps=config.kv.overlap and not config.prunes and not config.has_store,
-                prunes=config.prunes,
-                data_transport=config.data_transport if config.moves_kv else "",
-                has_store=config.has_store,
-                has_backing=bool(config.mooncake),
                 layout=spec.layout.fingerprint,
             )
         )

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pdactors.config.cluster import ClusterConfig
 from pdactors.errors import BadRequest, Overloaded, PDError, PromptTooLong
 from pdactors.messages import Generate
 from pdactors.policy.placement import PlacementPolicy
@@ -30,16 +31,36 @@ class Limits:
     prunes: bool = False  # the prefill leaves tokens out before KV is moved
     has_store: bool = False  # prefill publishes KV to its node's migrator, and that hands it over
     has_backing: bool = False  # behind that there is a store whose contents nobody but the migrators can tell
+    pulls: bool = False  # what another node has of a prompt is brought before the rest is computed
     layout: str = ""  # fingerprint of the KV layout
+    local_prefill_tokens: int = 0  # prompts with no more than that to compute are computed where they are decoded
+
+    @classmethod
+    def of(cls, config: ClusterConfig, *, max_model_len: int, prefix_key: bytes, layout: str) -> Limits:
+        """Take them out of a cluster file; the model's length, the digests' key and the KV layout come beside it."""
+        return cls(
+            block_tokens=config.kv.block_tokens,
+            max_model_len=max_model_len,
+            max_queue=config.router.max_queue,
+            request_timeout_s=config.router.request_timeout_s,
+            prefix_key=prefix_key,
+            policy=config.router.policy,
+            max_distance=config.router.max_distance,
+            transport=config.kv.transport,
+            # which tokens stay is known at the end, and a store gets what is whole
+            overlaps=config.kv.overlap and not config.prunes and not config.has_store,
+            prunes=config.prunes,
+            data_transport=config.data_transport if config.moves_kv else "",
+            has_store=config.has_store,
+            has_backing=bool(config.mooncake),
+            pulls=config.is_separated and config.moves_kv and not config.mooncake,
+            layout=layout,
+            local_prefill_tokens=config.router.local_prefill_tokens,
+        )
 
     @property
     def can_migrate(self) -> bool:
         return bool(self.data_transport)
-
-    @property
-    def pulls(self) -> bool:
-        """Whether what another node's store has of a prompt is brought before the rest is computed."""
-        return self.has_store and self.can_migrate and not self.has_backing
 
 
 class Pace:

@@ -39,6 +39,20 @@ class Chooser:
         )
         return None if target is None else (target, cached[target])
 
+    def local(self, request: Request) -> tuple[str, int] | None:
+        """Return a decode engine that computes a prompt itself, and how many tokens it need not compute.
+
+        It is worth it where so little is left that a hand-over costs more (`local_prefill_tokens`). Of those with room
+        it is the one with the fewest tokens to compute, then with the fewest requests; None if nobody is.
+        """
+        limit, found = self._limits.local_prefill_tokens, []
+        for view in self._views("decode") if limit else ():
+            cached = self._num_readable(request, view.name) if view.has_capacity else 0
+            left = request.num_tokens - cached
+            if view.has_capacity and left <= limit:
+                found.append((view.pending_tokens + left, view.num_requests, view.name, cached))
+        return min(found)[2:] if found else None
+
     def leader(self, request: Request, target: str) -> Request | None:
         """Return who just computes, for the store that the target reads, what a prompt goes on with; wait for it.
 

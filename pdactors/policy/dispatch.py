@@ -253,7 +253,7 @@ class Dispatcher:
 
     def _place_prefill(self, request: Request, now: float) -> list[Order]:
         """Choose who computes the prompt; where others have its beginning, ask them to lend it first."""
-        chosen = self.chooser.prefill(request)
+        chosen = self.chooser.local(request) or self.chooser.prefill(request)
         if chosen is None:
             return []
         target, request.num_cached = chosen
@@ -349,9 +349,11 @@ class Dispatcher:
         return name == request.engine or is_mover
 
     def _givers(self, request: Request) -> tuple[str, ...]:
-        """Return who can hand the prompt over: its prefill engine, and the store that it publishes to."""
-        store = self.fleet.store_of(request.prefill) if self.limits.has_store else ""
-        return (request.prefill, store) if store else (request.prefill,)
+        """Return who can hand the prompt over: its engine, and the store that a prefill engine publishes to."""
+        engine = self.fleet.engines.get(request.prefill)
+        if not self.limits.has_store or engine is None or engine.member.role != "prefill":
+            return (request.prefill,)
+        return request.prefill, self.fleet.store_of(request.prefill)
 
     def _prefilling(self, message: Prefilled | Stranded) -> Request | None:
         request = self.requests.get(message.request)

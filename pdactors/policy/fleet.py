@@ -49,7 +49,7 @@ class FleetState:
         self.standings = Standings()
         self._stale: set[str] = set()  # engines that the standings have to hear of
         self._sizes: list[int] | None = None
-        self._neighbours: dict[Place, set[str]] = {}
+        self._together: dict[Place | str, set[str]] = {}  # engines by place, and by node; empty: to be found out
         self._transport = transport
         self._data_transport = data_transport
 
@@ -122,18 +122,29 @@ class FleetState:
     def neighbours(self, name: str) -> set[str]:
         """Return who else has blocks that this engine can read in place."""
         place = self.engines[name].place
-        if place not in self._neighbours:
-            for other, engine in self.engines.items():
+        return self._engines_at(place) - {name} | self._migrator(place.node)
+
+    def _owners(self, node: str) -> set[str]:
+        """Return who on a node has blocks that its migrator can read."""
+        return self._engines_at(node) | self._migrator(node)
+
+    def _migrator(self, node: str) -> set[str]:
+        migrator = self.migrators.get(node)
+        return {migrator.name} if migrator is not None else set()
+
+    def _engines_at(self, where: Place | str) -> set[str]:
+        """Return the engines at a place, or on a node, that have blocks to lend."""
+        if not self._together:
+            for name, engine in self.engines.items():
                 if engine.member.state in ("ready", "draining"):
-                    self._neighbours.setdefault(engine.place, set()).add(other)
-            self._neighbours.setdefault(place, set())
-        migrator = self.migrators.get(place.node)
-        return self._neighbours[place] - {name} | ({migrator.name} if migrator is not None else set())
+                    self._together.setdefault(engine.place, set()).add(name)
+                    self._together.setdefault(engine.member.node, set()).add(name)
+        return self._together.get(where, set())
 
     def _forget_fleet(self) -> None:
         """What was worked out of who is there has to be worked out anew."""
         self._sizes = None
-        self._neighbours.clear()
+        self._together.clear()
 
     def num_readable(self, keys: PrefixKeys, name: str, under_way: Collection[Collection[bytes]]) -> int:
         """Return how many leading tokens of a prompt that engine can read, or will have computed by then."""
@@ -158,14 +169,14 @@ class FleetState:
     def pull(self, keys: PrefixKeys, reader: str) -> Pull | None:
         """Return what another node has of a prompt, if that is a block more at least than an engine's own node has."""
         here = self.engines[reader].place.node
-        known = {node: self._num_known(keys, {member.name}) for node, member in self.migrators.items() if node != here}
+        others = [node for node in self.nodes_with(keys) if node != here and node in self.migrators]
+        known = {node: self._num_known(keys, self._owners(node)) for node in others}
         node = max(known, key=lambda node: (known[node], node), default="")
         here_known = self._num_known(keys, {reader, *self.neighbours(reader)})
         if here not in self.migrators or not node or known[node] < here_known + keys.block_tokens:
             return None
-        owner = self.migrators[node].name
-        shares = self.index.shares(keys.chain(known[node]), "", {owner})
-        return Pull(shares, known[node], (owner, self.migrators[here].name))
+        shares = self.index.shares(keys.chain(known[node]), "", self._owners(node))
+        return Pull(shares, known[node], (self.migrators[node].name, self.migrators[here].name))
 
     def _num_known(self, keys: PrefixKeys, holders: Collection[str]) -> int:
         num_blocks = self.index.num_known(keys.digests, holders)

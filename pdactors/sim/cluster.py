@@ -85,7 +85,9 @@ class SimCluster:
             model.num_layers, model.num_kv_heads, model.head_dim, config.kv.block_tokens, config.model.dtype
         )
         key = cache_key(model.name, layout.fingerprint)
-        self.dispatcher = Dispatcher(self._limits(config, key))
+        self.dispatcher = Dispatcher(
+            Limits.of(config, max_model_len=self.max_model_len, prefix_key=key, layout=layout.fingerprint)
+        )
         self._knows_caches = knows_caches
         self._answers: dict[str, _Answer] = {}
         self._num_asked = 0
@@ -107,21 +109,6 @@ class SimCluster:
         self._movers = {node.mover.member.name: node.mover for node in self.nodes.values()}
         self._network = self._wire()
         self._start()
-
-    def _limits(self, config: ClusterConfig, key: bytes) -> Limits:
-        return Limits(
-            block_tokens=config.kv.block_tokens,
-            max_model_len=self.max_model_len,
-            max_queue=config.router.max_queue,
-            request_timeout_s=config.router.request_timeout_s,
-            prefix_key=key,
-            policy=config.router.policy,
-            max_distance=config.router.max_distance,
-            transport=config.kv.transport,
-            overlaps=config.kv.overlap and not config.has_store,
-            has_store=config.has_store,
-            data_transport=config.data_transport if config.moves_kv else "",
-        )
 
     def _wire(self) -> Network:
         network, links = Network(self.clock), self.cost.links

@@ -176,7 +176,7 @@ class SimEngine:
 
     def _admit(self) -> None:
         for sequence in self.engine.admit():
-            if sequence.num_admitted == 1 and self.member.role == "decode":
+            if sequence.num_admitted == 1 and sequence.handle is not None:
                 self._tell_router(Adopted(*sequence.key))
 
     def _begin(self, step: Step) -> None:

@@ -201,16 +201,16 @@ def test_pruned_and_compressed_kv_is_let_go_where_room_is_short_and_clients_leav
         assert moved(client)["pruned"] > 0
 
 
-# ---- In a store --------
+# ---- The way back --------
 
 
-@pytest.mark.slow
-def test_in_mode_kvstore_a_conversation_finds_what_was_decoded_on_the_other_node(
-    apart: Any, cluster: Cluster, make_ids: MakeIds, wait: Wait
+@pytest.mark.parametrize("mode", ["disaggregated", pytest.param("kvstore", marks=pytest.mark.slow)])
+def test_a_conversation_finds_what_was_decoded_on_the_other_node(
+    apart: Any, cluster: Cluster, make_ids: MakeIds, wait: Wait, mode: str
 ) -> None:
-    with apart(**{"cluster.mode": "kvstore"}) as both, Client(both.zmq) as client, Client(cluster.zmq) as one:
+    with apart(**{"cluster.mode": mode}) as both, Client(both.zmq) as client, Client(cluster.zmq) as one:
         ids, num_before = make_ids("turn 0", 210), 0
-        for turn in range(1, 5):
+        for turn in range(1, 7):
             fields = {"prompt_token_ids": ids, "max_tokens": 60, "ignore_eos": True}
             answer = client.generate(**fields)
             assert answer.token_ids == one.generate(**fields).token_ids
@@ -219,7 +219,7 @@ def test_in_mode_kvstore_a_conversation_finds_what_was_decoded_on_the_other_node
             wait(lambda: is_clean(client), LOST_S, lambda: f"{client.status()} {client.leaks()}")
             num_before = len(ids) + 60
             ids = [*ids, *answer.token_ids, *make_ids(f"turn {turn}", 210)]
-        asks = asked(make_ids, "kvstore", 8, 33)
+        asks = asked(make_ids, mode, 8, 33)
         assert answers(both.zmq, asks) == answers(cluster.zmq, asks)
         wait(lambda: is_clean(client), LOST_S, lambda: f"{client.status()} {client.leaks()}")
 

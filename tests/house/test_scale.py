@@ -112,6 +112,28 @@ async def test_prefill_engines_come_and_go_under_load(
     settled(growing)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["chunked", "colocated"])
+async def test_workers_come_and_go_under_load(
+    start: Callable[..., AbstractContextManager[Cluster]],
+    load: Any,
+    until: Any,
+    settled: Any,
+    names_of: Names,
+    mode: str,
+) -> None:
+    with start(**{"cluster.mode": mode, "node.0.workers": 1, "engine.chunk_tokens": 128}) as cluster:
+        async with load(cluster) as answers, AsyncClient(cluster.zmq) as client:
+            assert len(await _scale(client, until, names_of, "worker", 3)) == 3
+            await _answers_go_on(client, until, answers)
+            await client.drain("n0/worker-0")
+            await until(client, lambda status: "n0/worker-0" not in {actor["name"] for actor in status["actors"]})
+            await _answers_go_on(client, until, answers)
+            await _scale(client, until, names_of, "worker", 1)
+            await _answers_go_on(client, until, answers)
+        settled(cluster)
+
+
 async def test_who_scales_twice_at_once_is_told_to_ask_again(
     growing: Cluster, until: Any, settled: Any, names_of: Names
 ) -> None:

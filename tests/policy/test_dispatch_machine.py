@@ -36,7 +36,7 @@ from pdactors.messages import (
     Segment,
     Stranded,
 )
-from pdactors.policy.borrowing import PIN_TIMEOUT_S
+from pdactors.policy.borrowing import PIN_TIMEOUT_S, PULL_TIMEOUT_S
 from pdactors.policy.dispatch import Dispatcher, Limits
 from pdactors.policy.retries import ASK_AGAIN_S, MAX_ATTEMPTS, backoff_s
 from pdactors.token_ids import TokenIds
@@ -83,10 +83,16 @@ class DispatcherMachine(RuleBasedStateMachine):
             st.sampled_from([{"p0", "p1", "d0", "d1", "d2", "m0", "m1"}, {"p0", "d1", "m0", "m1"}, {"w0", "w1"}]),
         ),
         cached=st.dictionaries(somebody, st.integers(1, 7)),
+        local=st.sampled_from([0, 0, 6, 33]),
+        pulls=st.booleans(),
     )
-    def begin(self, policy, transport, overlaps, max_queue, fleet, cached):
+    def begin(self, policy, transport, overlaps, max_queue, fleet, cached, local, pulls):
         data_transport = "" if transport == "lease" else "ucx"
-        limits = Limits(BLOCK, 32, max_queue, TIMEOUT_S, KEY, policy, 2, transport, overlaps, data_transport)
+        limits = Limits(
+            BLOCK, 32, max_queue, TIMEOUT_S, KEY, policy, 2, transport, overlaps, data_transport,
+            local_prefill_tokens=local, pulls=pulls and bool(data_transport),
+        )  # fmt: skip
+        self.local = local
         self.dispatcher = Dispatcher(limits)
         self.transport = transport
         self.now = 0.0
@@ -104,6 +110,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.questions: list[tuple[str, Resume]] = []  # that gateways were asked, and may answer more than once
         self.generated: dict[str, int] = {}  # how many tokens the client had when the attempt began
         self.moving: dict[tuple[str, int], tuple[str, str]] = {}  # what is on its way: source, destination
+        self.pulled: dict[tuple[str, int], tuple[str, str]] = {}  # beginnings of prompts on their way
         self.arrived: dict[tuple[str, int], KVHandle] = {}
         for name in sorted(fleet):
             if name in MIGRATORS:
@@ -178,13 +185,14 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.lending = {job for job in self.lending if job[0] != name}
         self.pins = [(owner, pin) for owner, pin in self.pins if owner != name]
         self.moving = {key: movers for key, movers in self.moving.items() if name not in movers}
+        self.pulled = {key: movers for key, movers in self.pulled.items() if name not in movers}
         for jobs in self.holding.values():
             jobs -= {job for job in jobs if job[0] == name}
         before = dict(self.holding)
         self.obey(self.dispatcher.lost(name, self.now))
         assert not self.dispatcher.requests.assigned.get(name)
         assert all(name not in request.holders for request in self.dispatcher.requests.values())
-        assert all(name not in request.pins.values() for request in self.dispatcher.requests.values())
+        assert all(name not in (*r.pins.values(), *r.pull) for r in self.dispatcher.requests.values())
         assert set(self.holding) <= set(before)
         assert all(r.stage != "migrating" or name not in r.movers for r in self.dispatcher.requests.values())
         assert not any(self.dispatcher.fleet.index.num_known(digests, {name}) for digests in FAMILIES.values())
@@ -206,7 +214,8 @@ class DispatcherMachine(RuleBasedStateMachine):
         for request in self.dispatcher.requests.values():
             assert self.now <= request.arrived_s + TIMEOUT_S
             assert request.ask.deadline_s is None or self.now <= request.ask.deadline_s
-            assert request.stage != "pinning" or self.now <= request.pinned_s + PIN_TIMEOUT_S
+            patience_s = PULL_TIMEOUT_S if request.pull else PIN_TIMEOUT_S
+            assert request.stage != "pinning" or self.now <= request.pinned_s + patience_s
             pause = max(ASK_AGAIN_S, backoff_s(request.attempt))
             assert request.stage != "resuming" or self.now < request.resume_s <= self.now + pause
 
@@ -314,6 +323,8 @@ class DispatcherMachine(RuleBasedStateMachine):
             self.obey(self.dispatcher.prefilled(engine, self.hand_over(engine, name, attempt), self.now))
             return
         request = self.dispatcher.requests.get(name)
+        if is_current and request.stage == "prefilling":
+            return  # it has the prompt to compute itself, and says nothing before the end
         was_adopting = is_current and request.stage == "adopting"
         self.obey(self.dispatcher.adopted(engine, Adopted(name, attempt)))
         assert not was_adopting or request.stage == "decoding"
@@ -338,6 +349,26 @@ class DispatcherMachine(RuleBasedStateMachine):
             again = self.dispatcher.requests.get(key[0])
             assert again is None or again.attempt == key[1] + 1
 
+    @precondition(lambda self: self.pulled)
+    @rule(data=st.data(), arrives=st.sampled_from([True, True, False]))
+    def pull(self, data, arrives):
+        """A prompt's beginning arrives from the other node, or its source gives it up; perhaps nobody waits for it."""
+        key = data.draw(st.sampled_from(sorted(self.pulled)))
+        source, target = self.pulled.pop(key)
+        request = self.dispatcher.requests.get(key[0])
+        is_awaited = request is not None and request.attempt == key[1] and request.pull == (source, target)
+        if arrives:
+            sender, message, tell = target, self.arrival(target, *key), self.dispatcher.migrated
+        else:
+            sender, message, tell = source, Stranded(*key, "it broke"), self.dispatcher.stranded
+        if not is_awaited:
+            self.dropping(lambda: tell(sender, message, self.now), sender)
+            return
+        if arrives:
+            self.lent[key] = list(message.handle.segments)
+        self.obey(tell(sender, message, self.now))
+        assert request.stage == ("prefilling" if arrives or not request.pins else "pinning")
+
     @precondition(lambda self: self.pins)
     @rule(data=st.data(), again=seldom)
     def answer(self, data, again):
@@ -353,7 +384,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         if not is_current or request.pins.get(pin.start) != owner:
             self.dropping(lambda: self.dispatcher.pinned(owner, message, self.now), owner)
             return
-        if segment is not None:
+        if segment is not None and not request.pull:  # what is brought is read there
             self.lent.setdefault((pin.request, pin.attempt), []).append(segment)
         self.obey(self.dispatcher.pinned(owner, message, self.now))
         assert (request.stage == "pinning") == bool(request.pins)
@@ -375,7 +406,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         if sender in NODE and sender not in self.live:
             return  # the router takes nothing from the dismissed
         is_current = request is not None and request.attempt == attempt
-        if is_current and (request.engine == sender or request.pins.get(start) == sender):
+        if is_current and (request.engine == sender or request.pins.get(start) == sender or sender in request.pull):
             return  # not a stray
         if is_current and request.stage == "migrating" and sender in request.movers:
             return
@@ -458,8 +489,12 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     def start(self, to: str, message: Prefill | Decode, job: Job) -> None:
         role, node = ENGINES[to]
-        assert role in (FIRST if isinstance(message, Prefill) else {"decode"})
+        assert role == "decode" or (isinstance(message, Prefill) and role in FIRST)
         key = (message.request, message.attempt)
+        if isinstance(message, Prefill) and role == "decode":
+            cached = self.dispatcher.requests[message.request].num_cached
+            assert len(message.prompt) + len(message.generated) - cached <= self.local
+            assert not message.ship_to
         if isinstance(message, Prefill):
             assert list(message.prefix) == sorted(self.lent.get(key, []), key=lambda segment: segment.start)
         is_moved = isinstance(message, Decode) and message.path == "ucx"
@@ -489,6 +524,9 @@ class DispatcherMachine(RuleBasedStateMachine):
     def migrate(self, to: str, message: Migrate) -> None:
         request = self.dispatcher.requests[message.request]
         key = (message.request, message.attempt)
+        if request.stage == "pinning":
+            self.bring(to, message)
+            return
         assert (request.stage, request.attempt) == ("migrating", message.attempt)
         assert key not in self.moving
         assert key not in self.arrived
@@ -500,6 +538,21 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.moving[key] = to, message.target
         self.hold_between(message.handle.owner, message.target, message)
 
+    def bring(self, to: str, message: Migrate) -> None:
+        """Part of the prompt comes from the other node before the rest is computed."""
+        request = self.dispatcher.requests[message.request]
+        key = (message.request, message.attempt)
+        assert request.pull == (to, message.target)
+        assert request.attempt == message.attempt
+        assert key not in self.pulled
+        assert NODE[message.target] == NODE[request.engine] != NODE[to] == message.handle.node
+        blocks = [block for segment in message.handle.segments for block in segment.blocks]
+        assert message.handle.num_tokens == len(blocks) * BLOCK > 0
+        assert message.digests == request.keys.chain(min(request.prefix_tokens, message.handle.num_tokens))
+        self.pulled[key] = to, message.target
+        for migrator in self.pulled[key]:
+            self.holding[message.request].add((migrator, *key))
+
     def hold_between(self, prefill: str, target: str, message: Prefill | Migrate) -> None:
         source = self.dispatcher.fleet.migrators[NODE[prefill]].name
         for migrator in (source, target):
@@ -510,7 +563,8 @@ class DispatcherMachine(RuleBasedStateMachine):
         request = self.dispatcher.requests[pin.request]
         assert (request.stage, request.attempt) == ("pinning", pin.attempt)
         assert owner != request.engine
-        assert NODE[owner] == NODE[request.engine]
+        assert (NODE[owner] == NODE[request.engine]) != bool(request.pull)
+        assert not request.pull or (NODE[owner], NODE[request.engine]) == tuple(NODE[name] for name in request.pull)
         assert owner in MIGRATORS or self.dispatcher.fleet.engines[owner].member.state in ("ready", "draining")
         assert pin.digests == request.digests[pin.start : pin.start + len(pin.digests)]
         assert self.dispatcher.fleet.index.num_known(pin.digests, {owner}) == len(pin.digests) > 0
@@ -533,8 +587,9 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert not is_live, f"{job} is released while it is needed"
         self.running.discard(job)
         self.lending.discard(job)
-        if job[0] in self.moving.get(job[1:], ()):
-            del self.moving[job[1:]]
+        for on_the_way in (self.moving, self.pulled):
+            if job[0] in on_the_way.get(job[1:], ()):
+                del on_the_way[job[1:]]
         for jobs in self.holding.values():
             jobs.discard(job)
 

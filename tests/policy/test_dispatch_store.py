@@ -45,7 +45,7 @@ def join(dispatcher, name, room=4):
 
 
 def make(*names, room=4):
-    limits = Limits(BLOCK, 64, 8, 100.0, b"key", overlaps=False, data_transport="ucx", has_store=True)
+    limits = Limits(BLOCK, 64, 8, 100.0, b"key", overlaps=False, data_transport="ucx", has_store=True, pulls=True)
     dispatcher = Dispatcher(limits)
     for name in names or ("p", "d", STORE):
         assert join(dispatcher, name, room) == []
