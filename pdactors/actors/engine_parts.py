@@ -11,15 +11,8 @@ from pdactors.kv.prefix import cache_key
 
 def limits(spec: ActorSpec) -> EngineLimits:
     """Return how much the engine takes on at once."""
-    config = spec.config
-    return EngineLimits(
-        max_sequences=config.engine.max_batch,
-        token_budget=config.engine.chunk_tokens,
-        eos_ids=frozenset(spec.model.eos_ids),
-        prefix_key=cache_key(spec.model.fingerprint, spec.layout.fingerprint),
-        prompts_first=config.cluster.mode == "colocated",
-        caches=not config.has_store,
-    )
+    key = cache_key(spec.model.fingerprint, spec.layout.fingerprint)
+    return EngineLimits.of(spec.config, eos_ids=spec.model.eos_ids, prefix_key=key)
 
 
 def step_log(spec: ActorSpec, model: PagedModel) -> StepLog:

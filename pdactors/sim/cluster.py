@@ -92,14 +92,7 @@ class SimCluster:
         self._answers: dict[str, _Answer] = {}
         self._num_asked = 0
         self._ended: Callable[[], object] = _nothing
-        limits = EngineLimits(
-            max_sequences=config.engine.max_batch,
-            token_budget=config.engine.chunk_tokens,
-            eos_ids=frozenset(),
-            prefix_key=key,
-            prompts_first=config.cluster.mode == "colocated",
-            caches=not config.has_store,
-        )
+        limits = EngineLimits.of(config, eos_ids=(), prefix_key=key)
         hosts: dict[str, Host] = {}
         self.nodes: dict[str, SimNode] = {}
         for section in config.node:
