@@ -1,9 +1,9 @@
-"""A cluster that is offered several times what it can do: what becomes of each request, and whether retry-after is right.
+"""A cluster that is offered more than it can do: what becomes of each request, and whether retry-after is right.
 
-The rate is measured first, with as many requests in flight as there are places. Then requests come at --times that rate. Each
-has to end: with an answer, no later than everything before it in the queue takes at that rate, or refused at once with
-a time. That time is right if the requests that wait in front have had their turn by then: `retry` is what was said
-over what it took, from the answers that followed.
+The rate is measured first, with as many requests in flight as there are places. Then they come at --times that rate.
+Each has to end: with an answer, no later than everything before it in the queue takes at that rate, or refused at once
+with a time. That time is right if the requests that wait in front have had their turn by then: `retry` is what was said
+over what it took, by the answers that followed.
 
     .venv/bin/python benchmarks/overload.py [cluster.toml] [--mode disaggregated] [--times 4] [--seconds 30]
 """
@@ -102,7 +102,9 @@ async def measure(address: str, places: int, options: argparse.Namespace) -> dic
         "answered_s": {"p50": took[len(took) // 2], "max": took[-1]},
         "bound_s": (options.max_queue + places) / rate,
         "refused_after_s": {"p50": refused[len(refused) // 2], "max": refused[-1]} if refused else None,
-        "retry": {share: ratios[int(share / 100 * (len(ratios) - 1))] for share in (0, 5, 50, 95, 100)} if ratios else None,
+        "retry": {share: ratios[int(share / 100 * (len(ratios) - 1))] for share in (0, 5, 50, 95, 100)}
+        if ratios
+        else None,
         "retries_measured": len(ratios),
         "left": {"requests": status["requests"], "leaks": leaks},
     }

@@ -1,7 +1,7 @@
 """Predicted against measured: `simulate` beside `bench serve`, by mode, workload and rate, with the same requests.
 
     pdactors calibrate -o cost.json          # right before, on the same idle machine
-    .venv/bin/python benchmarks/predictions.py cost.json measured.json [--rounds 3] [--seconds 60] [--workloads chat,long,mixed]
+    .venv/bin/python benchmarks/predictions.py cost.json measured.json [--rounds 3] [--seconds 60] [--workloads W,...]
 
 Rates are shares of the highest one that the simulator finds the first mode to hold within the objective, so that
 neither is idle nor overloaded. A prediction is off by |predicted / measured - 1|; `spread` is how far two rounds of the
@@ -40,11 +40,13 @@ class Case(Struct):
     rate: float
     seconds: float
     num_rounds: int
+    objective: Objective
     measured: dict[str, ServerResult]
 
     def traffic(self) -> Traffic:
         """Return what both are asked."""
-        return Traffic(Load(rate=self.rate, seconds=self.seconds), self.workload, rounds=self.num_rounds)
+        load = Load(rate=self.rate, seconds=self.seconds)
+        return Traffic(load, self.workload, objective=self.objective, rounds=self.num_rounds)
 
 
 def p50(figures: Figures, what: str) -> float:
@@ -71,14 +73,15 @@ def rank(measured: dict[str, float], predicted: dict[str, float]) -> tuple[int, 
 def measure(options: argparse.Namespace) -> list[Case]:
     """Return every case, measured now unless the file has it."""
     file: Path = options.measured
+    objective = Objective(**{name: float(value) for name, value in (p.split("=") for p in options.slo.split(","))})
     cases = msgspec.json.decode(file.read_bytes(), type=list[Case]) if file.exists() else []
     for workload, share in itertools.product(options.workloads.split(","), SHARES):
         if any((case.workload, case.share) == (workload, share) for case in cases):
             continue
-        search = Traffic(Load(find_max_rate=True, seconds=options.seconds), workload, objective=Objective())
+        search = Traffic(Load(find_max_rate=True, seconds=options.seconds), workload, objective=objective)
         highest = simulate(None, search, Costs(options.cost), modes=MODES[:1]).bench.servers[MODES[0]].max_rate
-        assert highest, f"{workload}: no rate is held"
-        case = Case(workload, share, round(share * highest, 3), options.seconds, options.rounds, {})
+        assert highest, f"{workload}: no rate is held; give a wider --slo"
+        case = Case(workload, share, round(share * highest, 3), options.seconds, options.rounds, objective, {})
         case.measured = bench_serve(None, case.traffic(), modes=MODES).bench.servers
         cases.append(case)
         file.write_bytes(msgspec.json.encode(cases))
@@ -125,6 +128,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--workloads", default="chat,long,mixed")
+    parser.add_argument("--slo", default="ttft_ms=10000,tpot_ms=150", help="a prompt of 2,000 tokens takes seconds")
     options = parser.parse_args()
     if not options.cost.is_file():
         sys.exit(f"{options.cost} is not there: `pdactors calibrate -o {options.cost}` makes it")

@@ -35,7 +35,7 @@ from netns import Host, missing, namespaces  # noqa: E402 - the tests' own
 
 from pdactors import AsyncClient, Client  # noqa: E402
 
-TOKEN = "slow-link"  # noqa: S105 - of a cluster that nobody else reaches
+TOKEN = "slow-link"
 BATCH_TOKENS = 320  # ten blocks: one transfer
 CODECS = ("none", "int8", "int4")
 _random = random.Random(1)
@@ -143,9 +143,7 @@ async def _measure_priority(address: str, batch: int, rounds: int) -> dict[str, 
 
         async def timed(priority: str) -> tuple[float, float]:
             asked = prompt(BATCH_TOKENS)
-            answer = await client.generate(
-                prompt_token_ids=asked, max_tokens=4, ignore_eos=True, priority=priority
-            )
+            answer = await client.generate(prompt_token_ids=asked, max_tokens=4, ignore_eos=True, priority=priority)
             timeline = await client.trace(answer.request)
             sends = [span for span in lane(timeline, "n0/migrator")["spans"] if span["what"] == "send"]
             return answer.timing.migration_ms, max(span["until_ms"] - span["at_ms"] for span in sends)

@@ -22,7 +22,7 @@ from pdactors.cli.options import config_options
 def command(file: Path | None, sets: tuple[str, ...], rounds: int, output: Path | None) -> None:
     """Measure what steps, messages and transfers of FILE's engines cost on this machine, for `pdactors simulate`.
 
-    Takes two minutes, starts two small clusters, and wants the machine for itself.
+    Takes some minutes, starts two small clusters, and wants the machine for itself.
     """
     from pdactors.engine.store import progress_bar
     from pdactors.sim.calibrate import calibrate
@@ -34,8 +34,10 @@ def command(file: Path | None, sets: tuple[str, ...], rounds: int, output: Path 
         click.echo(text)
     else:
         output.write_bytes(text + b"\n")
+        crowd = cost.crowd
         click.echo(
             f"step {cost.step_s * 1000:.2f} ms besides, {cost.sequence_s * 1e6:.0f} us a sequence; message "
-            f"{cost.control_s * 1e6:.0f} us; request {cost.request_s * 1000:.2f} ms; two engines at once: decode "
-            f"{1 + cost.crowd.decode:.2f}, prompts {1 + cost.crowd.prompt:.2f} times as long"
+            f"{cost.control_s * 1e6:.0f} us; request {cost.request_s * 1000:.2f} ms; beside another engine: decode "
+            f"{1 + crowd.decode_by_decode:.2f} (that decodes) or {1 + crowd.decode_by_prompt:.2f} (with a prompt), "
+            f"prompts {1 + crowd.prompt_by_decode:.2f} or {1 + crowd.prompt_by_prompt:.2f} times as long"
         )

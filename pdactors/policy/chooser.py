@@ -43,15 +43,17 @@ class Chooser:
         """Return a decode engine that computes a prompt itself, and how many tokens it need not compute.
 
         It is worth it where so little is left that a hand-over costs more (`local_prefill_tokens`). Of those with room
-        it is the one with the fewest tokens to compute, then with the fewest requests; None if nobody is.
+        it is the one with the fewest tokens to compute, then the one that has most of the prompt itself, then the one
+        with the fewest requests; None if nobody is.
         """
         limit, found = self._limits.local_prefill_tokens, []
         for view in self._views("decode") if limit else ():
             cached = self._num_readable(request, view.name) if view.has_capacity else 0
             left = request.num_tokens - cached
             if view.has_capacity and left <= limit:
-                found.append((view.pending_tokens + left, view.num_requests, view.name, cached))
-        return min(found)[2:] if found else None
+                own = self._fleet.index.num_known(request.digests, {view.name})
+                found.append((view.pending_tokens + left, -own, view.num_requests, view.name, cached))
+        return min(found)[3:] if found else None
 
     def leader(self, request: Request, target: str) -> Request | None:
         """Return who just computes, for the store that the target reads, what a prompt goes on with; wait for it.

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from pdactors.bench.free_ports import free_ports
 from pdactors.bench.line_target import LineTarget
 from pdactors.bench.load import Record, closed_loop
 from pdactors.bench.wire import compare
-from pdactors.bench.workload import CHAT, LONG, Kind, make_requests
+from pdactors.bench.workload import CHAT, Kind, Request, make_requests
 from pdactors.client import launch
 from pdactors.config.load import load
 from pdactors.engine import store
@@ -40,12 +40,17 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (64, 1024)
 PAST = 1536  # of the chunk that tells what attention costs
 HANDOVER = Kind("hand-over", CHAT.prompt_tokens, (4, 4))
+PROMPT = Kind("prompt", (1000, 1000), (1, 1))
+STREAM = Kind("stream", CHAT.prompt_tokens, (256, 256))
+BATCH = 8  # streams at one decode engine
 LEAST_CONTROL_S = 1e-5
 PATIENCE_S = 120.0
 CODEC_BLOCKS = 16
 
-# Starts a cluster with such settings, and puts closed loops to it: kind, how many in flight, how many in all.
-Ask = Callable[[Sequence[str], Sequence[tuple[Kind, int, int]]], list[list[Record]]]
+Loop = tuple[tuple[Kind, ...], int]  # a closed loop: what is asked, in order, and how many are in flight
+
+# Starts a cluster with such settings, and puts closed loops to it, one after the other.
+Ask = Callable[[Sequence[str], Sequence[Loop]], list[list[Record]]]
 
 
 @dataclass(frozen=True)
@@ -181,38 +186,58 @@ class Loads(NamedTuple):
     """Closed loops that were put to small clusters: the records of each. Two at once have a worker each."""
 
     alone: list[Record]
-    long: list[Record]
+    prompts: list[Record]
     pair: list[Record]
-    long_pair: list[Record]
+    prompt_pair: list[Record]
     handover: list[Record]  # from a prefill to a decode engine
-    eight: list[Record]  # at one decode engine
+    streams: list[Record]  # at one decode engine
+    beside: list[list[Record]]  # the same, while the prefill engine has prompts; loop by loop, each has its own time
+
+
+def loops(kinds: Sequence[Kind], seed: str, vocabulary: Sequence[int]) -> list[Request]:
+    """Make the requests of a closed loop."""
+    made = {kind: make_requests((kind,), vocabulary, f"{seed} {kind.name}") for kind in kinds}
+    return [next(made[kind]) for kind in kinds]
 
 
 def put_loads(ask: Ask, rounds: int) -> Loads:
-    """Ask two workers, then a prefill and a decode engine."""
+    """Ask two workers, then a prefill and a decode engine, in turns: a machine's neighbours are not always as busy."""
     workers = "cluster.mode=chunked", "node.0.workers=2"
-    together = ask(workers, [(kind, count, rounds * count) for count in (1, 2) for kind in (CHAT, LONG)])
     separated = "cluster.mode=disaggregated", "node.0.prefill=1", "node.0.decode=1"
-    return Loads(*together, *ask(separated, [(HANDOVER, 1, 6 * rounds), (CHAT, 8, 16)]))
+    together: list[Loop] = [((CHAT,) * 2, 1), ((PROMPT,) * 2, 1), ((CHAT,) * 6, 2), ((PROMPT,) * 4, 2)]
+    apart: list[Loop] = [
+        ((HANDOVER,) * 6, 1),
+        ((STREAM,) * BATCH, BATCH),
+        ((STREAM,) * BATCH + (PROMPT,) * 6, BATCH + 1),
+    ]
+    found: list[list[list[Record]]] = []
+    for sets, wanted in ((workers, together), (separated, apart)):
+        records = ask(sets, wanted * rounds)
+        found += [records[i :: len(wanted)] for i in range(len(wanted))]
+    flat = [[record for loop in each for record in loop] for each in found]
+    return Loads(flat[0], flat[1], flat[2], flat[3], flat[4], flat[5], found[6])
 
 
 def fit_processes(bare: CostModel, loads: Loads) -> CostModel:
     """Say what those records mean for the costs that a bare step does not show."""
     alone = loads.alone
     left = []
-    for records, batch in ((alone, 1), (loads.eight, 8)):
+    for records, batch in ((alone, 1), (loads.streams, BATCH)):
         context = statistics.mean(record.prompt_tokens + record.num_tokens / 2 for record in records)
         work = StepWork(batch, batch, round(batch * context), 0.0, batch)
         left.append(_gap_s(records) - bare.step(work))
-    sequence_s = max(0.0, (left[1] - left[0]) / 7)
+    sequence_s = max(0.0, (left[1] - left[0]) / (BATCH - 1))
     step_s = max(0.0, left[0] - sequence_s)
     control_s = max(LEAST_CONTROL_S, (_first_gap_s(loads.handover) - _gap_s(loads.handover)) / 2)
     engine = msgspec.structs.replace(bare, sequence_s=sequence_s, step_s=step_s, control_s=control_s)
-    prompts_s = [engine.step(_prompt(record.prompt_tokens)) + 3 * control_s for record in alone]
-    request_s = statistics.median(ttft_ms(r) / 1000 - known for r, known in zip(alone, prompts_s, strict=True))
+    known_s = [engine.step(_prompt(record.prompt_tokens)) + 3 * control_s for record in alone]
+    request_s = statistics.median(ttft_ms(r) / 1000 - known for r, known in zip(alone, known_s, strict=True))
+    gaps_s, prompts_s = _beside(loads.beside)
     crowd = Crowd(
-        decode=round(max(0.0, _gap_s(loads.pair) / _gap_s(alone) - 1), 4),
-        prompt=round(max(0.0, _ttft_s(loads.long_pair) / _ttft_s(loads.long) - 1), 4),
+        decode_by_decode=_excess(_gaps_s(loads.pair), _gaps_s(alone)),
+        decode_by_prompt=_excess(gaps_s, _gaps_s(loads.streams)),
+        prompt_by_decode=_excess(prompts_s, _ttfts_s(loads.prompts)),
+        prompt_by_prompt=_excess(_ttfts_s(loads.prompt_pair), _ttfts_s(loads.prompts)),
     )
     return msgspec.structs.replace(engine, request_s=max(0.0, request_s), crowd=crowd)
 
@@ -227,26 +252,24 @@ class _Asker:
     vocab_size: int
     progress: Progress
 
-    def __call__(self, sets: Sequence[str], loads: Sequence[tuple[Kind, int, int]]) -> list[list[Record]]:
+    def __call__(self, sets: Sequence[str], wanted: Sequence[Loop]) -> list[list[Record]]:
         what = sets[0].rpartition("=")[2]
-        self.progress(f"{what}: start", 0, len(loads))
+        self.progress(f"{what}: start", 0, len(wanted))
         with launch(self.file, sets=[*self.sets, *sets]) as cluster:
+            asyncio.run(self._put(cluster.tcp, ((CHAT,) * 4, 4), "warm"))
             found = []
-            for done, (kind, concurrency, count) in enumerate(loads):
-                self.progress(f"{what}: {concurrency} x {kind.name}", done, len(loads))
-                found.append(asyncio.run(self._put(cluster.tcp, kind, concurrency, count)))
+            for done, loop in enumerate(wanted):
+                self.progress(f"{what}: {loop[1]} at once", done, len(wanted))
+                found.append(asyncio.run(self._put(cluster.tcp, loop, str(done))))
             return found
 
-    async def _put(self, address: str, kind: Kind, concurrency: int, count: int) -> list[Record]:
-        made = make_requests(
-            (kind,), range(self.vocab_size // 2, self.vocab_size), f"calibrate {kind.name} {concurrency}"
-        )
+    async def _put(self, address: str, loop: Loop, seed: str) -> list[Record]:
+        kinds, in_flight = loop
+        asked = loops(kinds, f"calibrate {seed}", range(self.vocab_size // 2, self.vocab_size))
         async with LineTarget.connect(address, token=self.token) as target:
-            for wanted in (concurrency, count):  # the first to warm up
-                asked = list(itertools.islice(made, wanted))
-                records = await closed_loop(target, asked, concurrency, patience_s=PATIENCE_S)
-                if failed := [record for record in records if record.error is not None]:
-                    raise PDError(f"a request of the calibration failed: {failed[0].reason}")
+            records = await closed_loop(target, asked, in_flight, patience_s=PATIENCE_S)
+        if failed := [record for record in records if record.error is not None]:
+            raise PDError(f"a request of the calibration failed: {failed[0].reason}")
         return records
 
 
@@ -255,13 +278,40 @@ def _prompt(tokens: int) -> StepWork:
 
 
 def _gap_s(records: Sequence[Record]) -> float:
-    """The median gap between tokens, without the first, which is the hand-over's."""
-    return statistics.median(gap for record in records for gap in itl_ms(record)[1:]) / 1000
+    """The median gap between tokens."""
+    return statistics.median(_gaps_s(records))
+
+
+def _gaps_s(records: Sequence[Record]) -> list[float]:
+    """The gaps between tokens, without each first, which is the hand-over's."""
+    return [gap / 1000 for record in records for gap in itl_ms(record)[1:]]
 
 
 def _first_gap_s(records: Sequence[Record]) -> float:
     return statistics.median(itl_ms(record)[0] for record in records) / 1000
 
 
-def _ttft_s(records: Sequence[Record]) -> float:
-    return statistics.median(map(ttft_ms, records)) / 1000
+def _ttfts_s(records: Sequence[Record]) -> list[float]:
+    return [ttft_ms(record) / 1000 for record in records]
+
+
+def _excess(beside_s: Sequence[float], alone_s: Sequence[float]) -> float:
+    """How much longer something takes on the average; nothing was seen, nothing is said."""
+    if not beside_s or not alone_s:
+        return 0.0
+    return round(max(0.0, statistics.mean(beside_s) / statistics.mean(alone_s) - 1), 4)
+
+
+def _beside(loops: Iterable[Sequence[Record]]) -> tuple[list[float], list[float]]:
+    """Return the gaps between tokens while prompts were computed, and how long those took while all streams ran."""
+    gaps_s: list[float] = []
+    prompts_s: list[float] = []
+    for records in loops:
+        streams = [record for record in records if record.kind == STREAM.name]
+        from_s, until_s = max(r.stamps[1] for r in streams), min(r.stamps[-1] for r in streams)
+        inside = [r for r in records if r.kind == PROMPT.name and from_s <= r.begin_s and r.stamps[0] <= until_s]
+        prompts_s += _ttfts_s(inside)
+        for stream, prompt in itertools.product(streams, inside):
+            stamps = [stamp for stamp in stream.stamps if prompt.begin_s <= stamp <= prompt.stamps[0]]
+            gaps_s += [later - sooner for sooner, later in itertools.pairwise(stamps)]
+    return gaps_s, prompts_s

@@ -28,7 +28,7 @@ from pdactors.policy.codec_choice import CodecCost
 from pdactors.sim.hardware import Hardware, Links
 from pdactors.sim.shapes import DTYPE_BYTES, ModelSize
 
-COST_VERSION = 1
+COST_VERSION = 2
 
 
 class Curve(Struct, frozen=True):
@@ -72,10 +72,21 @@ class StepWork(NamedTuple):
 
 
 class Crowd(Struct, frozen=True):
-    """How much longer a step takes for each other engine of the host that is in a step: they share its memory."""
+    """How much longer a step takes for each other engine of the host that is in a step: they share its memory.
 
-    decode: float = 0.0
-    prompt: float = 0.0
+    It matters what either of them does: only decodes, or prompts.
+    """
+
+    decode_by_decode: float = 0.0
+    decode_by_prompt: float = 0.0
+    prompt_by_decode: float = 0.0
+    prompt_by_prompt: float = 0.0
+
+    def slowdown(self, is_decode: bool, decodes: int, prompts: int) -> float:
+        """Return how many times as long a step takes beside so many that decode, and so many with prompts."""
+        if is_decode:
+            return 1 + self.decode_by_decode * decodes + self.decode_by_prompt * prompts
+        return 1 + self.prompt_by_decode * decodes + self.prompt_by_prompt * prompts
 
 
 class CostModel(Struct, frozen=True):

@@ -12,7 +12,7 @@ from pdactors.sim.cost import Crowd
 @dataclass(eq=False)
 class _Step:
     left_s: float  # of it, if it were alone
-    burden: float  # how much longer it takes for each other
+    is_decode: bool
     ended: Callable[[], object]
     rate: float = 1.0
     since_s: float = 0.0
@@ -30,18 +30,19 @@ class Host:
     @property
     def is_shared(self) -> bool:
         """Whether steps slow each other."""
-        return self._crowd.decode > 0 or self._crowd.prompt > 0
+        return self._crowd != Crowd()
 
     def begin(self, seconds: float, is_decode: bool, ended: Callable[[], object]) -> None:
         """Begin a step that takes so long alone; `ended` is called at its end."""
-        burden = self._crowd.decode if is_decode else self._crowd.prompt
-        self._steps[_Step(seconds, burden, ended, rate=0.0, since_s=self._clock.now)] = None
+        self._steps[_Step(seconds, is_decode, ended, rate=0.0, since_s=self._clock.now)] = None
         self._share()
 
     def _share(self) -> None:
-        others = len(self._steps) - 1
+        decodes = sum(step.is_decode for step in self._steps)
+        prompts = len(self._steps) - decodes
         for step in self._steps:
-            rate = 1 / (1 + step.burden * others)
+            own = step.is_decode, not step.is_decode
+            rate = 1 / self._crowd.slowdown(step.is_decode, decodes - own[0], prompts - own[1])
             if rate != step.rate:
                 step.left_s -= (self._clock.now - step.since_s) * step.rate
                 step.rate, step.since_s, step.turn = rate, self._clock.now, step.turn + 1

@@ -17,9 +17,7 @@ Counted = dict[str, int]
 
 
 @pytest.fixture(scope="module", params=["disaggregated", pytest.param("kvstore", marks=pytest.mark.slow)])
-def local(
-    request: pytest.FixtureRequest, start: Callable[..., AbstractContextManager[Cluster]]
-) -> Iterator[Cluster]:
+def local(request: pytest.FixtureRequest, start: Callable[..., AbstractContextManager[Cluster]]) -> Iterator[Cluster]:
     with start(**{"cluster.mode": request.param, "router.local_prefill_tokens": LOCAL}) as cluster:
         yield cluster
 
@@ -46,9 +44,7 @@ async def test_short_and_long_prompts_together_get_the_tokens_that_they_get_alon
     settled(local)
 
 
-def test_the_next_turn_of_a_conversation_stays_where_its_kv_is(
-    local: Cluster, settled: Any, make_ids: MakeIds
-) -> None:
+def test_the_next_turn_of_a_conversation_stays_where_its_kv_is(local: Cluster, settled: Any, make_ids: MakeIds) -> None:
     ids = make_ids("talk", 300)
     with Client(local.zmq) as client:
         for turn in range(4):

@@ -85,11 +85,13 @@ def test_what_a_neighbour_has_is_borrowed_and_the_rest_computed_by_decode():
     assert [(order.to, type(order.message)) for order in orders] == [("d", Prefill)]
 
 
-def test_of_several_the_one_with_least_to_compute_takes_it_then_the_least_busy():
+def test_of_several_the_one_that_has_it_takes_it_then_the_one_with_least_to_compute():
     dispatcher = make("p", "d", "e")
     dispatcher.cache_changed("e", CacheChanged(tuple(chain(range(LOCAL), BLOCK, KEY))))
-    assert [generate(dispatcher, name)[0][0] for name in ("a", "b")] == ["d", "d"]  # in place, e's is lent to both
-    assert [order for order in generate(make("p", "d", "e"), "c")] == [("d", Prefill)]
+    for name in ("a", "b"):
+        generate(dispatcher, name)
+    assert [dispatcher.requests[name].prefill for name in ("a", "b")] == ["e", "d"]  # d borrows what e has
+    assert generate(make("p", "d", "e"), "c") == [("d", Prefill)]
 
 
 def test_full_decode_engines_leave_it_to_prefill():
@@ -107,7 +109,7 @@ def test_a_draining_decode_engine_gets_none():
 def test_a_lost_decode_engine_has_it_begun_again_after_what_the_client_has():
     dispatcher = make("p", "d", "e")
     generate(dispatcher)
-    orders = answered(dispatcher, dispatcher.lost("d", 1.0), tokens=(7, 7))
+    orders = answered(dispatcher, dispatcher.lost("d", 1.0), 7, 7)
     (order,) = orders
     assert (order.to, type(order.message), order.message.attempt) == ("p", Prefill, 2)  # ten tokens are left by now
     assert order.message.generated == TokenIds.of([7, 7])

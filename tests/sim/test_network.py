@@ -40,7 +40,7 @@ def test_transfers_share_what_they_pass_and_get_it_back():
 
 def test_steps_of_one_host_slow_each_other_by_what_they_do():
     clock, ends = Clock(), {}
-    host = Host(clock, Crowd(decode=1.0, prompt=0.5))
+    host = Host(clock, Crowd(decode_by_prompt=1.0, prompt_by_decode=0.5, decode_by_decode=7.0, prompt_by_prompt=7.0))
     host.begin(10.0, True, lambda: ends.update(decode=clock.now))
     clock.at(4.0, host.begin, 6.0, False, lambda: ends.update(prompt=clock.now))
     over(clock)
