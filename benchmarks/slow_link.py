@@ -69,8 +69,8 @@ def cluster(hosts: list[Host], **keys: object) -> Iterator[str]:
         for key, value in settings.items():
             arguments += ["--set", f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
         with (
-            hosts[0].launch("n0", [*arguments, "--quiet"], folder / "n0.json") as first,
-            hosts[1].launch("n1", [*arguments, "--quiet"], folder / "n1.json"),
+            hosts[0].launch("n0", arguments, folder / "n0.json") as first,
+            hosts[1].launch("n1", arguments, folder / "n1.json"),
         ):
             yield first.ready.zmq
 
