@@ -1,7 +1,7 @@
 """Predicted against measured: `simulate` beside `bench serve`, by mode, workload and rate, with the same requests.
 
     pdactors calibrate -o cost.json          # right before, on the same idle machine
-    .venv/bin/python benchmarks/predictions.py cost.json measured.json [--rounds 3] [--seconds 60] [--workloads W,...]
+    .venv/bin/python benchmarks/predictions.py cost.json measured.json [--rounds 3] [--requests 40] [--workloads W,...]
 
 Rates are shares of the highest one that the simulator finds the first mode to hold within the objective, so that
 neither is idle nor overloaded. A prediction is off by |predicted / measured - 1|; `spread` is how far two rounds of the
@@ -38,14 +38,14 @@ class Case(Struct):
     workload: str
     share: float
     rate: float
-    seconds: float
+    num_requests: int
     num_rounds: int
     objective: Objective
     measured: dict[str, ServerResult]
 
     def traffic(self) -> Traffic:
         """Return what both are asked."""
-        load = Load(rate=self.rate, seconds=self.seconds)
+        load = Load(rate=self.rate, requests=self.num_requests)
         return Traffic(load, self.workload, objective=self.objective, rounds=self.num_rounds)
 
 
@@ -78,10 +78,10 @@ def measure(options: argparse.Namespace) -> list[Case]:
     for workload, share in itertools.product(options.workloads.split(","), SHARES):
         if any((case.workload, case.share) == (workload, share) for case in cases):
             continue
-        search = Traffic(Load(find_max_rate=True, seconds=options.seconds), workload, objective=objective)
+        search = Traffic(Load(find_max_rate=True, requests=options.requests), workload, objective=objective)
         highest = simulate(None, search, Costs(options.cost), modes=MODES[:1]).bench.servers[MODES[0]].max_rate
         assert highest, f"{workload}: no rate is held; give a wider --slo"
-        case = Case(workload, share, round(share * highest, 3), options.seconds, options.rounds, objective, {})
+        case = Case(workload, share, round(share * highest, 3), options.requests, options.rounds, objective, {})
         case.measured = bench_serve(None, case.traffic(), modes=MODES).bench.servers
         cases.append(case)
         file.write_bytes(msgspec.json.encode(cases))
@@ -126,7 +126,7 @@ if __name__ == "__main__":
     parser.add_argument("cost", type=Path, help="what `pdactors calibrate` measured")
     parser.add_argument("measured", type=Path, help="where measurements are kept")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--requests", type=int, default=40, help="of each round")
     parser.add_argument("--workloads", default="chat,long,mixed")
     parser.add_argument("--slo", default="ttft_ms=10000,tpot_ms=150", help="a prompt of 2,000 tokens takes seconds")
     options = parser.parse_args()

@@ -133,7 +133,7 @@ def measure_codecs(hosts: list[Host], tokens: int, rounds: int) -> dict[str, Any
 
 def measure_priority(hosts: list[Host], batch: int, rounds: int) -> dict[str, Any]:
     """Measure how long interactive KV takes to arrive, alone and behind a batch."""
-    keys = {"kv.overlap": False, "kv.compression": "none", "kv.memory": "3GiB", "router.max_queue": 2 * batch}
+    keys = {"kv.overlap": False, "kv.compression": "none", "kv.memory": "3GiB", "engine.max_batch": 2 * batch}
     with cluster(hosts, **keys) as address, hosts[0].entered():
         return asyncio.run(_measure_priority(address, batch, rounds))
 
@@ -151,14 +151,10 @@ async def _measure_priority(address: str, batch: int, rounds: int) -> dict[str, 
         await timed("interactive")
         alone = [await timed("interactive") for _ in range(rounds)]
         waiting = [asyncio.create_task(timed("batch")) for _ in range(batch)]
-        most = 0
         under_way: list[int] = []
-        while True:  # until as much is under way as will be
+        while len(under_way) <= 10 or under_way[-1] > under_way[-10]:  # until as much is under way as will be
             await asyncio.sleep(1.0)
             under_way.append(await _num_moving(client))
-            most = max(most, under_way[-1])
-            if len(under_way) > 10 and under_way[-1] <= under_way[-10] + 1:
-                break
         began, done = time.monotonic(), sum(task.done() for task in waiting)
         among, moving = [], []
         for _ in range(rounds):
@@ -195,7 +191,7 @@ def opened(address: str) -> Iterator[Client]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="1gbit", help="of the link, for overlap and codecs")
-    parser.add_argument("--slow-rate", default="100mbit", help="of the link, for priorities")
+    parser.add_argument("--slow-rate", default="50mbit", help="of the link, for priorities: prompts are to come faster")
     parser.add_argument("--tokens", type=int, default=2000, help="of a prompt, for overlap and codecs")
     parser.add_argument("--batch", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)

@@ -76,8 +76,9 @@ class TransferQueue:
     def next(self, link: str) -> Transfer | None:
         """Take the most urgent transfer of a link; None when there is none or enough are under way.
 
-        Higher classes first, in a class the earliest deadline, then the oldest. Somebody who was passed by too often
-        goes first once.
+        Higher classes first, in a class the earliest deadline, then the oldest. While something of a higher class is
+        under way it has the link for itself, but for what had begun before: they would share its rate. Somebody who was
+        passed by too often goes first once.
         """
         if self._in_flight[link] >= MAX_IN_FLIGHT:
             return None
@@ -86,6 +87,11 @@ class TransferQueue:
             return None
         starved = [m for m in ready if m.passed_by >= PATIENCE]
         chosen = min(starved or ready, key=lambda m: m.urgency)
+        highest = min(
+            (m.rank for m in self._migrations.values() if m.link == link and m.in_flight), default=chosen.rank
+        )
+        if not starved and chosen.rank > highest:
+            return None
         chosen.passed_by = 0
         for other in self._eldest_below(ready, chosen.rank):
             other.passed_by += 1

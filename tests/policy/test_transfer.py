@@ -14,6 +14,7 @@ from pdactors.policy.transfer import MAX_IN_FLIGHT, PATIENCE, TRANSFER_BLOCKS, T
 
 KINDS = ["interactive", "batch", "background"]
 some_kind = st.sampled_from(KINDS)
+RANKS = {"interactive": 0, "batch": 1, "background": 2}
 some_link = st.sampled_from(["a", "b"])
 LINK = "n1/migrator"
 
@@ -47,17 +48,6 @@ def test_higher_classes_go_first_then_earlier_deadlines_then_the_older():
     assert drain(queue) == ["first", "urgent", "old", "new", "late", "none", "put"]
 
 
-def test_what_is_more_urgent_overtakes_at_the_next_transfer():
-    queue = queue_of(("long", "batch", None, 10 * TRANSFER_BLOCKS))
-    under_way = [queue.next(LINK), queue.next(LINK)]
-    queue.add(("urgent", 1), LINK, "interactive", None)
-    queue.extend(("urgent", 1), 0, 1)
-    assert queue.next(LINK).key == ("urgent", 1)
-    assert queue.next(LINK) is None
-    queue.ended(under_way[0], is_stored=True)
-    assert queue.next(LINK).key == ("long", 1)
-
-
 def test_a_migration_is_cut_into_transfers_in_order():
     queue = queue_of(("r", "batch", None, 2 * TRANSFER_BLOCKS + 3))
     got = [queue.next(LINK) for _ in range(3)]
@@ -75,6 +65,21 @@ def test_no_more_than_a_few_transfers_are_under_way_on_a_link():
     queue.ended(got[1], is_stored=True)
     assert queue.next(LINK) is not None
     assert queue.next(LINK) is None
+
+
+def test_what_is_more_urgent_overtakes_at_the_next_transfer_and_shares_only_with_what_had_begun():
+    queue = queue_of(("b", "batch", None, 10 * TRANSFER_BLOCKS))
+    begun = [queue.next(LINK) for _ in range(MAX_IN_FLIGHT)]
+    queue.add(("r", 1), LINK, "interactive", None)
+    queue.extend(("r", 1), 0, 5)
+    queue.ended(begun[0], is_stored=True)
+    urgent = queue.next(LINK)
+    assert urgent.key == ("r", 1)
+    for transfer in begun[1:]:
+        queue.ended(transfer, is_stored=True)
+        assert queue.next(LINK) is None
+    queue.ended(urgent, is_stored=True)
+    assert [queue.next(LINK).key for _ in range(MAX_IN_FLIGHT)] == [("b", 1)] * MAX_IN_FLIGHT
 
 
 @given(st.integers(1, 4), st.integers(0, 4), st.integers(0, 4))
@@ -158,6 +163,7 @@ class QueueMachine(RuleBasedStateMachine):
         super().__init__()
         self.queue = TransferQueue()
         self.link: dict = {}
+        self.kind: dict = {}
         self.wanted: dict = {}  # key -> blocks that are not stored yet
         self.sizes: dict = {}
         self.under_way: list = []
@@ -167,7 +173,7 @@ class QueueMachine(RuleBasedStateMachine):
     def add(self, link, kind, deadline_s):
         key = (f"r{len(self.sizes)}", 1)
         self.queue.add(key, link, kind, deadline_s)
-        self.link[key], self.wanted[key], self.sizes[key] = link, set(), 0
+        self.link[key], self.wanted[key], self.sizes[key], self.kind[key] = link, set(), 0, kind
 
     @precondition(lambda self: self.wanted)
     @rule(data=st.data(), count=st.integers(0, 40))
@@ -184,7 +190,8 @@ class QueueMachine(RuleBasedStateMachine):
         busy = [t for t in self.under_way if self.link[t.key] == link]
         idle = [k for k, wanted in self.wanted.items() if self.link[k] == link and wanted - self.blocks_under_way(k)]
         if transfer is None:
-            assert len(busy) == MAX_IN_FLIGHT or not idle
+            ranks = [RANKS[self.kind[t.key]] for t in busy]
+            assert len(busy) == MAX_IN_FLIGHT or all(RANKS[self.kind[key]] > min(ranks) for key in idle)
             return
         assert len(busy) < MAX_IN_FLIGHT
         assert transfer.key in idle
