@@ -110,7 +110,8 @@ class ClientServer:
         if isinstance(message, ClientHello):
             self._welcome(peer, message)
         elif client is None:  # its session may be over: it is to say hello again, on this connection
-            self._fail(peer, getattr(message, "id", None), Unauthorized("say ClientHello first"))
+            id = message.body.id if isinstance(message, ClientRequest) else getattr(message, "id", None)
+            self._fail(peer, id, Unauthorized("say ClientHello first"))
         else:
             client.heard_s = self._gateway.clock()
             self._handlers[type(message)](peer, client, message)

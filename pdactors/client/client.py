@@ -26,6 +26,7 @@ from pdactors.client_messages import (
     ClientEvents,
     ClientHello,
     ClientPing,
+    ClientPong,
     ClientRequest,
     ClientScale,
     ClientTrace,
@@ -84,6 +85,7 @@ class AsyncClient:
         self._welcomed: asyncio.Future[str] | None = None
         self._is_known = False  # the gateway that we talk to has welcomed us
         self._pinging: asyncio.Task[None] | None = None
+        self._num_pings = 0  # that were not answered yet
         self._inboxes: dict[RequestId, asyncio.Queue[AnyEvent | PDError]] = {}
         self._ids = itertools.count(1)
         self._heard_s = 0.0
@@ -260,8 +262,10 @@ class AsyncClient:
         except BadRequest as error:
             self._break(ConnectionLost(f"the gateway sends what this client does not know: {error.message}"))
             return
-        if isinstance(message, ClientWelcome):
-            self._is_known = True
+        if isinstance(message, ClientPong):
+            self._num_pings = max(0, self._num_pings - 1)
+        elif isinstance(message, ClientWelcome):
+            self._is_known, self._num_pings = True, 0
             if self._welcomed is not None and not self._welcomed.done():
                 self._welcomed.set_result(message.run_id)
         elif isinstance(message, ClientEvents):
@@ -270,10 +274,13 @@ class AsyncClient:
 
     def _deliver(self, event: AnyEvent) -> None:
         is_unknown = isinstance(event, ErrorEvent) and event.code == Unauthorized.code
+        is_of_ping = is_unknown and event.id is None and self._num_pings > 0  # answers come in order
+        self._num_pings -= is_of_ping
         if is_unknown and self._is_known:
             self._introduce_again()  # it did know us, so it is another one, whatever it was asked
         elif event.id is None and isinstance(event, ErrorEvent):
-            self._break(_error(event))
+            if not is_of_ping:  # it was sent before we introduced ourselves again
+                self._break(_error(event))
         elif event.id in self._inboxes:
             answer = ConnectionLost(RESTARTED) if is_unknown else event  # it was asked before that was known
             self._inboxes[event.id].put_nowait(answer)
@@ -297,10 +304,12 @@ class AsyncClient:
             await asyncio.sleep(PING_S)
             if loop.time() - self._heard_s > SILENT_AFTER_S:
                 self._break(ConnectionLost(f"the gateway at {self._address} is silent"))
-            try:
-                self._send(ClientPing())
-            except (PeerGone, Busy):
-                pass  # its silence will tell
+            with contextlib.suppress(PeerGone, Busy):  # its silence will tell
+                self._send_ping()
+
+    def _send_ping(self) -> None:
+        self._send(ClientPing())
+        self._num_pings += 1
 
 
 def _body(id: int, prompt: str | None, messages: Messages | None, options: Mapping[str, Any]) -> RequestBody:

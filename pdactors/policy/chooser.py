@@ -87,6 +87,10 @@ class Chooser:
             turn=self._turn,
         )
 
+    def took_turn(self, name: str) -> None:
+        """Note that the last choice was followed."""
+        self._fleet.chosen(name, self._turn)
+
     def relief(self, name: str) -> Request | None:
         """Where prompts wait for blocks that an engine lends, return the largest sequence to be copied instead."""
         load = self._fleet.engines[name].load

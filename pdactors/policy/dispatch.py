@@ -273,6 +273,7 @@ class Dispatcher:
             request.movers = self.fleet.movers(source, decision.target)
             request.holders.update(request.movers)
             request.planned = decision.target
+            self.chooser.took_turn(decision.target)
 
     def _place_decode(self, request: Request, now: float) -> list[Order]:
         done, source = request.prefilled, self.fleet.place_of(request.prefill)
@@ -285,6 +286,7 @@ class Dispatcher:
         if decision is None or way is None:
             self.requests.plan(request, planned)
             return []
+        self.chooser.took_turn(decision.target)
         request.way = way
         if not decision.need_migration:
             request.way = way if request.prefill in self.fleet.engines else Way("store", way.why)

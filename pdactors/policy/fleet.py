@@ -48,6 +48,7 @@ class FleetState:
         self.index = PrefixIndex()
         self.standings = Standings()
         self._stale: set[str] = set()  # engines that the standings have to hear of
+        self._turns: dict[str, int] = {}  # when decode engines were chosen last
         self._sizes: list[int] | None = None
         self._together: dict[Place | str, set[str]] = {}  # engines by place, and by node; empty: to be found out
         self._transport = transport
@@ -70,6 +71,7 @@ class FleetState:
         """Forget an engine or a migrator."""
         self.silent(name)
         self.engines.pop(name, None)
+        self._turns.pop(name, None)
         self._forget_fleet()
         self.index.forget(name)
 
@@ -95,7 +97,15 @@ class FleetState:
         if engine is None or engine.member.state != "ready" or engine.is_silent:
             return None
         given = assigned.get(name, _NOTHING)
-        return EngineView(name, engine.place, given.num_requests, engine.load.max_sequences, given.num_tokens)
+        turn = self._turns.get(name, 0)
+        return EngineView(
+            name, engine.place, given.num_requests, engine.load.max_sequences, given.num_tokens, last_turn=turn
+        )
+
+    def chosen(self, name: str, turn: int) -> None:
+        """Note that it was a decode engine's turn, so that the next is another's that is as good."""
+        self._turns[name] = turn
+        self._stale.add(name)
 
     def refresh(self, assigned: Mapping[str, Assigned], touched: set[str]) -> Standings:
         """Return the standings, once they have heard of everyone whose load changed; clears `touched`."""

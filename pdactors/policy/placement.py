@@ -37,6 +37,7 @@ class EngineView:
     max_requests: int
     pending_tokens: int = 0  # prompt tokens assigned and not computed yet
     num_owned: int = 0  # blocks of the sequence in question that it has itself
+    last_turn: int = 0  # when it was chosen last, as decode engine: equals take turns
 
     @property
     def has_capacity(self) -> bool:
@@ -127,17 +128,17 @@ def schedule_decode(
 def _locality(source: Place, engines: Sequence[EngineView], max_distance: int, turn: int) -> EngineView:
     """The nearest up to `max_distance`, of equals the one that owns most of the sequence, then the least loaded.
 
-    Where there is none that near, the least loaded one.
+    Equals take turns. Where there is none that near, the least loaded one.
     """
     near = [e for e in engines if source.distance(e.place) <= max_distance]
     if not near:
         return _least_loaded(source, engines, max_distance, turn)
-    return min(near, key=lambda e: (source.distance(e.place), -e.num_owned, e.num_requests))
+    return min(near, key=lambda e: (source.distance(e.place), -e.num_owned, e.num_requests, e.last_turn))
 
 
 def _least_loaded(source: Place, engines: Sequence[EngineView], _max_distance: int, _turn: int) -> EngineView:
-    """The least loaded, wherever it is."""
-    return min(engines, key=lambda e: (e.num_requests, source.distance(e.place)))
+    """The least loaded, wherever it is; of equals the nearest, and those that are as near take turns."""
+    return min(engines, key=lambda e: (e.num_requests, source.distance(e.place), e.last_turn))
 
 
 def _round_robin(_source: Place, engines: Sequence[EngineView], _max_distance: int, turn: int) -> EngineView:

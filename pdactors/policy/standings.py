@@ -17,7 +17,7 @@ from typing import Generic, NamedTuple, TypeVar
 from pdactors.policy.placement import MIN_SLACK, EngineView, Place
 
 _Scope = tuple[str, ...]  # all that is within a distance of a place
-_Entry = tuple[int, str]  # requests, name
+_Entry = tuple[int, int, str]  # requests, last turn, name
 _First = tuple[int, int, str]  # pending tokens, requests, name
 
 
@@ -85,7 +85,7 @@ class _Field:
     def put(self, view: EngineView) -> None:
         self.views[view.name] = view
         for scope in _scopes(view.place):
-            self._members[scope].put(view.name, (view.num_requests, view.name))
+            self._members[scope].put(view.name, (view.num_requests, view.last_turn, view.name))
 
     def drop(self, name: str) -> None:
         view = self.views.pop(name, None)
@@ -96,7 +96,7 @@ class _Field:
         """Return the best within a scope."""
         members = self._members.get(scope)
         best = members.best() if members is not None else None
-        return self.views[best[1]] if best is not None else None
+        return self.views[best[-1]] if best is not None else None
 
     def nearest(self, place: Place) -> _Scope | None:
         """Return the narrowest scope of a place that anybody is in."""

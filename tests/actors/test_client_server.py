@@ -146,6 +146,15 @@ async def test_the_client_library_is_lost_once_and_then_known_again(gateway: Fak
         assert await client.status() == {"asked": "status"}
 
 
+async def test_a_late_answer_to_a_ping_ends_nothing_that_was_asked_since(gateway: FakeGateway, served: Any) -> None:
+    async with AsyncClient(served[1].address) as client:
+        gateway.now += SILENT_AFTER_S + 1
+        gateway.sweep()
+        client._send_ping()  # to a gateway that does not know us
+        client._introduce_again()  # what was sent before it has been answered, and so
+        assert await client.status() == {"asked": "status"}
+
+
 async def test_a_goodbye_cancels(gateway: FakeGateway, peer: Peer) -> None:
     await peer.request(1)
     peer.channel.send(encode(ClientBye()))
