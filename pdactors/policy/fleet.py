@@ -143,10 +143,10 @@ class FleetState:
         return {migrator.name} if migrator is not None else set()
 
     def _engines_at(self, where: Place | str) -> set[str]:
-        """Return the engines at a place, or on a node, that have blocks to lend."""
+        """Return the engines at a place, or on a node, that lend: one that drains would never be done with it."""
         if not self._together:
             for name, engine in self.engines.items():
-                if engine.member.state in ("ready", "draining"):
+                if engine.member.state == "ready":
                     self._together.setdefault(engine.place, set()).add(name)
                     self._together.setdefault(engine.member.node, set()).add(name)
         return self._together.get(where, set())

@@ -162,7 +162,7 @@ def test_another_prompt_is_not_taken_for_the_same():
 
 
 @pytest.mark.parametrize(("node", "state", "is_asked"), [
-    ("n0", "ready", True), ("n0", "draining", True), ("n0", "starting", False), ("n1", "ready", False),
+    ("n0", "ready", True), ("n0", "draining", False), ("n0", "starting", False), ("n1", "ready", False),
 ])  # fmt: skip
 def test_only_engines_of_the_node_that_are_up_are_asked(node, state, is_asked):
     dispatcher = make("p", "d")

@@ -88,7 +88,7 @@ def test_the_command_writes_what_simulate_reads(tiny_settings, home, tmp_path):
     sets, path = tiny_settings(), tmp_path / "cost.json"
     result = CliRunner().invoke(main, ["calibrate", *sets, "--rounds", "2", "-o", str(path)])
     assert result.exit_code == 0, result.output
-    assert "two engines at once" in result.stdout
+    assert "beside another engine" in result.stdout
     cost = read_cost(path)
     assert cost.step_s > 0
     assert cost.links.host.bytes_s > 1e6
