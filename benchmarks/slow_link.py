@@ -102,7 +102,11 @@ def measure_overlap(hosts: list[Host], tokens: int, rounds: int) -> dict[str, An
     """Measure the gap with and without overlap."""
     gaps: dict[str, list[float]] = {}
     for overlap in (True, False):
-        with cluster(hosts, **{"kv.overlap": overlap}) as address, hosts[0].entered(), opened(address) as client:
+        with (
+            cluster(hosts, **{"kv.overlap": overlap}) as address,
+            hosts[0].entered(),
+            Client(address, token=TOKEN) as client,
+        ):
             ask(client, tokens)
             gaps["with" if overlap else "without"] = [gap_ms(ask(client, tokens)) for _ in range(rounds)]
     medians = {name: statistics.median(values) for name, values in gaps.items()}
@@ -114,7 +118,7 @@ def measure_codecs(hosts: list[Host], tokens: int, rounds: int) -> dict[str, Any
     found: dict[str, Any] = {}
     for codec in (*CODECS, "auto"):
         keys = {"kv.overlap": False, "kv.compression": codec}
-        with cluster(hosts, **keys) as address, hosts[0].entered(), opened(address) as client:
+        with cluster(hosts, **keys) as address, hosts[0].entered(), Client(address, token=TOKEN) as client:
             ask(client, tokens)
             times, sizes = [], []
             for _ in range(rounds):
@@ -180,12 +184,6 @@ async def _measure_priority(address: str, batch: int, rounds: int) -> dict[str, 
 async def _num_moving(client: AsyncClient) -> int:
     status = await client.status()
     return next(len(actor["moves"]) for actor in status["actors"] if actor["name"] == "n0/migrator")
-
-
-@contextmanager
-def opened(address: str) -> Iterator[Client]:
-    with Client(address, token=TOKEN) as client:
-        yield client
 
 
 def main() -> None:

@@ -47,10 +47,10 @@ class Chooser:
         with the fewest requests; None if nobody is.
         """
         limit, found = self._limits.local_prefill_tokens, []
-        for view in self._views("decode") if limit else ():
-            cached = self._num_readable(request, view.name) if view.has_capacity else 0
+        for view in [view for view in self._views("decode") if view.has_capacity] if limit else ():
+            cached = self._num_readable(request, view.name)
             left = request.num_tokens - cached
-            if view.has_capacity and left <= limit:
+            if left <= limit:
                 own = self._fleet.index.num_known(request.digests, {view.name})
                 found.append((view.pending_tokens + left, -own, view.num_requests, view.name, cached))
         return min(found)[3:] if found else None

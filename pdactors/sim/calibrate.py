@@ -194,7 +194,7 @@ class Loads(NamedTuple):
     beside: list[list[Record]]  # the same, while the prefill engine has prompts; loop by loop, each has its own time
 
 
-def loops(kinds: Sequence[Kind], seed: str, vocabulary: Sequence[int]) -> list[Request]:
+def requests_of(kinds: Sequence[Kind], seed: str, vocabulary: Sequence[int]) -> list[Request]:
     """Make the requests of a closed loop."""
     made = {kind: make_requests((kind,), vocabulary, f"{seed} {kind.name}") for kind in kinds}
     return [next(made[kind]) for kind in kinds]
@@ -265,7 +265,7 @@ class _Asker:
 
     async def _put(self, address: str, loop: Loop, seed: str) -> list[Record]:
         kinds, in_flight = loop
-        asked = loops(kinds, f"calibrate {seed}", range(self.vocab_size // 2, self.vocab_size))
+        asked = requests_of(kinds, f"calibrate {seed}", range(self.vocab_size // 2, self.vocab_size))
         async with LineTarget.connect(address, token=self.token) as target:
             records = await closed_loop(target, asked, in_flight, patience_s=PATIENCE_S)
         if failed := [record for record in records if record.error is not None]:

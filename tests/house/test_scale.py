@@ -59,6 +59,10 @@ async def _answers_go_on(client: AsyncClient, until: Any, answers: list[float]) 
     await until(client, lambda _: len(answers) >= wanted, 60.0)
 
 
+async def _gone(client: AsyncClient, until: Any, name: str) -> None:
+    await until(client, lambda status: name not in {actor["name"] for actor in status["actors"]})
+
+
 async def _scale(client: AsyncClient, until: Any, names_of: Names, role: str, count: int) -> dict[str, int]:
     await client.scale("n0", role, count)  # type: ignore[arg-type]
 
@@ -87,7 +91,7 @@ async def test_decode_engines_come_and_go_under_load(
         assert two.keys() == FIRST | {"n0/decode-1"}
         assert two["n0/decode-1"] > three["n0/decode-1"]
         assert (await client.drain("n0/decode-0"))["draining"] == ["n0/decode-0"]
-        await until(client, lambda status: "n0/decode-0" not in {actor["name"] for actor in status["actors"]})
+        await _gone(client, until, "n0/decode-0")
         await _answers_go_on(client, until, answers)
         again = await _scale(client, until, names_of, "decode", 2)
         assert again["n0/decode-0"] > first["n0/decode-0"]
@@ -105,7 +109,7 @@ async def test_prefill_engines_come_and_go_under_load(
         assert len(await _scale(client, until, names_of, "prefill", 2)) == 3
         await _answers_go_on(client, until, answers)
         await client.drain("n0/prefill-0")
-        await until(client, lambda status: "n0/prefill-0" not in {actor["name"] for actor in status["actors"]})
+        await _gone(client, until, "n0/prefill-0")
         await _answers_go_on(client, until, answers)
         await _scale(client, until, names_of, "prefill", 2)
         await _scale(client, until, names_of, "prefill", 1)
@@ -127,7 +131,7 @@ async def test_workers_come_and_go_under_load(
             assert len(await _scale(client, until, names_of, "worker", 3)) == 3
             await _answers_go_on(client, until, answers)
             await client.drain("n0/worker-0")
-            await until(client, lambda status: "n0/worker-0" not in {actor["name"] for actor in status["actors"]})
+            await _gone(client, until, "n0/worker-0")
             await _answers_go_on(client, until, answers)
             await _scale(client, until, names_of, "worker", 1)
             await _answers_go_on(client, until, answers)

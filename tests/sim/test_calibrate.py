@@ -19,10 +19,10 @@ from pdactors.sim.calibrate import (
     ROWS,
     fit_processes,
     fit_steps,
-    loops,
     measure_codecs,
     measure_steps,
     put_loads,
+    requests_of,
 )
 from pdactors.sim.cluster import SimCluster
 from pdactors.sim.cost import Crowd, StepWork, read_cost, roofline
@@ -69,7 +69,7 @@ def test_what_processes_cost_is_found_again_in_what_they_do():
         cluster = SimCluster(load(None, sets=sets), MODEL, true)
         found = []
         for number, (kinds, in_flight) in enumerate(wanted):
-            records = cluster.run_closed(iter(loops(kinds, f"{number}", range(1000))), in_flight, patience_s=100)
+            records = cluster.run_closed(iter(requests_of(kinds, f"{number}", range(1000))), in_flight, patience_s=100)
             found.append(list(records))
             records.clear()
         return found
